@@ -60,7 +60,7 @@ def test_doctor_lists_all_that_the_package_brings(environment, tmp_path):
         ("commands", "threads"),
         ("formats", "forum"),
         ("rewards", "brevity"),
-        ("optimizers", "lion"),
+        ("optimizers", "forum_lion"),
     }
     assert {plugin["problem"] for plugin in plugins} == {None}
 
@@ -74,7 +74,7 @@ RECIPE = """
 model: {from: model}
 data: {path: threads.jsonl, format: forum, validation: 0, sequence_length: 64}
 objective: sft
-optimizer: {kind: lion, learning_rate: 1e-3}
+optimizer: {kind: forum_lion, learning_rate: 1e-3}
 train: {max_steps: 6, micro_batch_size: 2, batch_size: 4, precision: float32}
 logging: {trackers: []}
 """
@@ -204,7 +204,11 @@ def test_an_objective_and_a_family_of_a_package_train(tmp_path, threads):
     (tmp_path / "threads.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     losses = {}
     for name in ("halved", "sft"):
-        text = RECIPE.replace(", format: forum", "").replace("sft", name).replace("lion", "adamw")
+        text = (
+            RECIPE.replace(", format: forum", "")
+            .replace("sft", name)
+            .replace("forum_lion", "adamw")
+        )
         (tmp_path / f"{name}.yaml").write_text(text.replace("max_steps: 6", "max_steps: 1"))
         bloomery(["train", f"{name}.yaml", f"name={name}", "-d", "cpu"], environment, tmp_path)
         (run,) = (tmp_path / "runs").glob(f"{name}*")

@@ -252,7 +252,7 @@ def test_a_missing_library_is_said_before_the_run_with_the_line_that_installs_it
     with pytest.raises(UserError) as error:
         require_libraries(["tensorboard", "wandb"])
     assert "wandb is not installed" in error.value.problem
-    assert error.value.fix and "-m pip install wandb" in error.value.fix
+    assert error.value.fix and "pip install wandb" in error.value.fix
     (tmp_path / "libraries/wandb").rmdir()
     library("wandb", WANDB)
     require_libraries(["wandb"])

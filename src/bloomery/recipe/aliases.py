@@ -148,9 +148,16 @@ def _near(names: Sequence[str], value: Any) -> Alias | None:
 # The table
 
 
+def optimizer_kinds() -> str:
+    """ "adamw, muon or adafactor": those of Bloomery and of installed packages."""
+    *kinds, last_kind = OPTIMIZERS
+    return f"{', '.join(kinds)} or {last_kind}"
+
+
 @cache
 def _table() -> dict[str, Any]:
-    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    text = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+    return tomllib.loads(text.replace("{optimizer kinds}", optimizer_kinds()))
 
 
 @cache

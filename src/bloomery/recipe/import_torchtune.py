@@ -5,6 +5,7 @@ Defaults are those of the functions that `_component_` names.
 
 from typing import Any
 
+from bloomery.recipe.aliases import optimizer_kinds
 from bloomery.recipe.import_draft import Draft, as_number
 from bloomery.recipe.import_rules import ONE_SIDE, objective_kind
 from bloomery.recipe.import_trainer import batch
@@ -347,7 +348,7 @@ def _optimizer(draft: Draft) -> None:
     component = str(draft.get("optimizer._component_") or "torch.optim.AdamW")
     if component == "torch.optim.SGD":
         draft.left["optimizer._component_"] = (
-            "not supported: SGD; optimizer.kind is adamw, muon or adafactor"
+            f"not supported: SGD; optimizer.kind is {optimizer_kinds()}"
         )
     if draft.word("optimizer._component_").startswith("torch.optim.sgd"):
         draft.answered.add("optimizer._component_")
