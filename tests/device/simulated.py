@@ -1,0 +1,309 @@
+"""Puts the simulated GPU of simulated_device.cpp behind torch.cuda, so that code written for a GPU runs unchanged.
+
+A process has it whose environment names this folder's `startup` in PYTHONPATH and a device in BLOOMERY_SIMULATED:
+"amd" or "nvidia", then the number of devices and the GiB of each, as in "amd,2,4" (`environment` makes both). Its
+children inherit it. The library is loaded just before torch, whose CPU build asks once, early in its import, whether
+there is one for CUDA; everything above `torch._C` is PyTorch's own Python code, with its own checks of arguments.
+"""
+
+import ctypes
+import hashlib
+import importlib.abc
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+HERE = Path(__file__).parent
+SOURCE = HERE / "simulated_device.cpp"
+STARTUP = HERE / "startup"
+CACHE = Path(
+    os.environ.get("BLOOMERY_SIMULATED_CACHE", Path.home() / ".cache/bloomery/simulated-device")
+)
+_lib = None
+
+
+def environment(device="amd", devices=2, gib=4.0):
+    """Variables with which a process has the simulated device."""
+    paths = [str(STARTUP), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
+        "BLOOMERY_SIMULATED": f"{device},{devices},{gib}",
+    }
+
+
+def build(*flags):
+    """The library, compiled once per source and torch. Without importing torch."""
+    base = Path(importlib.util.find_spec("torch").origin).parent
+    version = (base / "version.py").read_bytes()
+    key = hashlib.sha256(SOURCE.read_bytes() + version + repr(flags).encode()).hexdigest()[:16]
+    out = CACHE / f"simulated-device-{key}.so"
+    if not out.is_file():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        include = base / "include"
+        partial = out.with_suffix(f".{os.getpid()}.tmp")
+        command = [
+            "g++",
+            "-shared",
+            "-fPIC",
+            "-O1",
+            "-std=c++20",
+            "-w",
+            *flags,
+            f"-I{include}",
+            f"-I{include}/torch/csrc/api/include",
+            str(SOURCE),
+            "-o",
+            str(partial),
+            f"-L{base}/lib",
+            "-lc10",
+            "-ltorch_cpu",
+            f"-Wl,-rpath,{base}/lib",
+        ]
+        subprocess.run(command, check=True)
+        partial.rename(out)
+    return out
+
+
+class _WithTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Loads the library before torch, and hands torch its functions after."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        library = build()
+        spec = importlib.util.find_spec("torch")
+        plain = spec.loader.exec_module
+
+        def exec_module(module):
+            load(library)
+            plain(module)
+            patch()
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def install_with_torch():
+    """From now on `import torch` brings the device that BLOOMERY_SIMULATED names."""
+    sys.meta_path.insert(0, _WithTorch())
+
+
+def load(library):
+    global _lib
+    _lib = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
+class Stats(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_uint64)
+        for name in "allocated peak reserved reserved_peak count total ooms capacity pinned pinned_peak".split()
+    ]
+
+
+def stats(device=0):
+    found = Stats()
+    _lib.sim_stats(device, ctypes.byref(found))
+    return found
+
+
+def report():
+    """What happened since `clear`: calls and waits by operator, operators without a kernel, problems."""
+    found = {"call": {}, "sync": {}, "missing": {}, "problem": {}}
+    for line in _lib.sim_report().decode().splitlines():
+        kind, name, count = line.split("\t")
+        found[kind][name] = int(count)
+    return found
+
+
+def clear():
+    _lib.sim_clear()
+
+
+def faulty(operator, factor):
+    """From now on that operator's results are multiplied; "" ends it."""
+    _lib.sim_faulty(operator.encode(), ctypes.c_double(factor))
+
+
+def capacity(gib, device=0):
+    _lib.sim_set_capacity(device, ctypes.c_uint64(int(gib * 2**30)))
+
+
+def sync_is_error(on):
+    _lib.sim_sync_is_error(int(on))
+
+
+def problem_is_error(on):
+    _lib.sim_problem_is_error(int(on))
+
+
+def patch():
+    """Give torch.cuda the functions that a CUDA or ROCm build would have brought."""
+    import torch
+
+    vendor, devices, gib = os.environ["BLOOMERY_SIMULATED"].split(",")
+    devices, gib = int(devices), float(gib)
+    hip = "7.2.53211" if vendor == "amd" else None
+    arch = "gfx942:sramecc+:xnack-"
+    name = "AMD Instinct MI300X" if hip else "NVIDIA H100 80GB HBM3"
+    C, cuda = torch._C, torch.cuda
+    _lib.sim_report.restype = ctypes.c_char_p
+    _lib.sim_current_stream.restype = ctypes.c_int64
+    _lib.sim_set_fraction.argtypes = [ctypes.c_int, ctypes.c_double]
+    _lib.sim_set_stream.argtypes = [ctypes.c_int, ctypes.c_int64]
+    _lib.sim_set_devices(devices)
+    for device in range(devices):
+        capacity(gib, device)
+    kind = 1  # c10::DeviceType::CUDA
+
+    C._has_cuda = True
+    torch.version.hip = hip
+    torch.version.cuda = None if hip else "13.0"
+
+    def exchange(device):
+        before = _lib.sim_device()
+        if device >= 0:
+            _lib.sim_set_device(device)
+        return before
+
+    def nested(device):
+        s = stats(device)
+        zero = {"current": 0, "peak": 0, "allocated": 0, "freed": 0}
+
+        def both(current, peak):
+            return {
+                "all": {**zero, "current": current, "peak": peak},
+                "small_pool": dict(zero),
+                "large_pool": dict(zero),
+            }
+
+        return {
+            "allocation": both(s.count, s.count),
+            "allocated_bytes": both(s.allocated, s.peak),
+            "active_bytes": both(s.allocated, s.peak),
+            "reserved_bytes": both(s.reserved, s.reserved_peak),
+            "inactive_split_bytes": both(0, 0),
+            "num_alloc_retries": 0,
+            "num_ooms": s.ooms,
+        }
+
+    def stream_data(device, stream):
+        return (stream, device, kind)
+
+    started_in = []
+
+    def init():
+        started_in.append(os.getpid())
+        _lib.sim_hand_out_defaults(1)
+        cuda.default_generators = tuple(torch.Generator(f"cuda:{d}") for d in range(devices))
+        _lib.sim_hand_out_defaults(0)
+
+    def is_in_bad_fork():
+        return bool(started_in) and started_in[-1] != os.getpid()
+
+    functions = {
+        "getDeviceCount": lambda: _lib.sim_devices(),
+        "init": init,
+        "setDevice": lambda d: exchange(d),
+        "getDevice": lambda: _lib.sim_device(),
+        "exchangeDevice": exchange,
+        "maybeExchangeDevice": exchange,
+        "isInBadFork": is_in_bad_fork,
+        "memoryStats": nested,
+        "resetPeakMemoryStats": lambda d: _lib.sim_reset_peak(d),
+        "resetAccumulatedMemoryStats": lambda d: None,
+        "emptyCache": lambda *a: _lib.sim_empty_cache(),
+        "setMemoryFraction": lambda f, d: _lib.sim_set_fraction(d, f),
+        "synchronize": lambda: _lib.sim_synchronize(_lib.sim_device()),
+        "getCurrentStream": lambda d: stream_data(d, _lib.sim_current_stream(d)),
+        "getCurrentRawStream": lambda d: _lib.sim_current_stream(d),
+        "getDefaultStream": lambda d: stream_data(d, 0),
+        "setStream": lambda stream_id, device_index, device_type: (
+            exchange(device_index),
+            _lib.sim_set_stream(device_index, stream_id),
+        ),
+        "canDeviceAccessPeer": lambda a, b: True,
+        "getArchFlags": lambda: arch.split(":")[0] if hip else "sm_90",
+        "memorySnapshot": lambda *a: {
+            "segments": [],
+            "device_traces": [],
+            "allocator_settings": {},
+        },
+        "record_memory_history": lambda *a, **k: None,
+        "record_memory_history_legacy": lambda *a, **k: None,
+        "isCurrentStreamCapturing": lambda: False,
+        "hostMemoryStats": dict,
+        "getAllocatorBackend": lambda: "native",
+        "set_sync_debug_mode": lambda mode: sync_is_error(mode == 2),
+        "get_sync_debug_mode": lambda: 0,
+        "ipc_collect": lambda: None,
+    }
+    for function, body in functions.items():
+        setattr(C, f"_cuda_{function}", body)
+    cuda._exchange_device = cuda._maybe_exchange_device = exchange
+    cuda._is_in_bad_fork = is_in_bad_fork
+
+    def properties(device):
+        return SimpleNamespace(
+            name=name,
+            major=9,
+            minor=4 if hip else 0,
+            total_memory=int(stats(device).capacity),
+            multi_processor_count=304,
+            gcnArchName=arch if hip else "",
+            warp_size=64 if hip else 32,
+            is_integrated=0,
+            uuid=f"sim-{device}",
+            pci_bus_id=device + 1,
+            pci_device_id=0,
+            pci_domain_id=0,
+            L2_cache_size=2**22,
+            max_threads_per_multi_processor=2048,
+            regs_per_multiprocessor=65536,
+            shared_memory_per_block=65536,
+        )
+
+    cuda._get_device_properties = properties
+    C._cuda_getDeviceProperties = properties
+
+    class _Error:
+        success = 0
+
+    cuda._cudart = SimpleNamespace(
+        cudaError=_Error,
+        cudaMemGetInfo=lambda d: (
+            int(stats(d).capacity - stats(d).reserved),
+            int(stats(d).capacity),
+        ),
+        cudaGetErrorString=lambda code: str(code),
+    )
+
+    class Stream(torch.Stream):
+        def __new__(cls, device=None, priority=0, **kwargs):
+            if "stream_id" in kwargs:
+                return torch.Stream.__new__(cls, **kwargs)
+            index = cuda._utils._get_device_index(device, optional=True)
+            return torch.Stream.__new__(cls, torch.device("cuda", index), priority=priority)
+
+        @property
+        def cuda_stream(self):
+            return self.stream_id
+
+        def record_event(self, event=None):
+            event = Event() if event is None else event
+            event.record(self)
+            return event
+
+    class Event(torch.Event):
+        def __new__(cls, enable_timing=False, blocking=False, interprocess=False, external=False):
+            return torch.Event.__new__(
+                cls, torch.device("cuda"), enable_timing=enable_timing, blocking=blocking
+            )
+
+    for module in (cuda, cuda.streams):
+        module.Stream, module.Event = Stream, Event
+
+    C._cuda_getDefaultGenerator = None
