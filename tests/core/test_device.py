@@ -2,6 +2,7 @@
 
 import ast
 import re
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import torch
 
 from bloomery.core import device as door
 from bloomery.core.errors import UserError
+from bloomery.core.units import GIB
 
 SOURCE = Path(__file__).parents[2] / "src/bloomery"
 VENDOR_WORDS = {*("cuda", "hip", "rocm", "nvidia", "amd", "xpu", "mps", "nccl", "rccl", "xccl")}
@@ -77,11 +79,52 @@ def test_a_cpu_answers_every_call():
     door.record_memory_history("cpu", is_on=True)
 
 
+def test_the_share_of_a_cap_is_that_of_the_device_itself(monkeypatch):
+    """A machine may have cards of several sizes, and a rank one that is not the first."""
+    total_bytes = {"sim:0": 8 * GIB, "sim:1": 32 * GIB}
+    shares = {}
+    module = SimpleNamespace(
+        get_device_properties=lambda device: SimpleNamespace(
+            name=device, total_memory=total_bytes[device]
+        ),
+        set_per_process_memory_fraction=lambda share, device: shares.update({device: share}),
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    door.cap_memory("sim:1", 8 * GIB)
+    door.cap_memory("sim:0", 8 * GIB)
+    assert shares == {"sim:1": 0.25, "sim:0": 1.0}
+
+    # torch.mps has one device, and takes its share alone.
+    module = SimpleNamespace(
+        recommended_max_memory=lambda: 16 * GIB,
+        set_per_process_memory_fraction=lambda share: shares.update(one=share),
+    )
+    door.cap_memory("sim", 4 * GIB)
+    assert shares["one"] == 0.25
+
+
 def test_seeded_generators_repeat_and_a_block_restores_them():
     door.seed_generators("cpu", 7)
     with door.generators_restored("cpu"):
         first = torch.rand(3)
     assert torch.equal(torch.rand(3), first)
+
+
+def test_the_restored_generator_is_that_of_the_device_itself(monkeypatch):
+    """With the first device in use: the second one's."""
+    kept = []
+
+    @contextmanager
+    def fork_rng(*, devices, device_type):
+        kept.append((device_type, devices))
+        yield
+
+    monkeypatch.setattr(torch.random, "fork_rng", fork_rng)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for device in ("cuda", "cuda:1", torch.device("cuda", 1), "cpu"):
+        with door.generators_restored(device):
+            pass
+    assert kept == [("cuda", [0]), ("cuda", [1]), ("cuda", [1]), ("cpu", [])]
 
 
 @pytest.mark.parametrize("kind", door.KINDS, ids=lambda kind: kind.type)

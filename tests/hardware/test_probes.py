@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bloomery.check import attention_probes
+from bloomery.hardware import probe_worker
 from bloomery.hardware import probes as probes
 from bloomery.hardware.detect import detect
 from bloomery.hardware.machine import Accelerator, Host, Machine, Probe, Software
@@ -249,3 +250,35 @@ def test_every_backend_of_a_device_is_probed():
         machine(CARD, build="rocm", torch="2.13.0+rocm7.2")
     )
     assert {spec.name for spec in amd} >= {"backend-varlen", "backend-flex", "backend-blockwise"}
+
+
+def test_a_copy_between_devices_is_timed_until_both_are_done(monkeypatch):
+    """The copy is work of its source, whose seconds a wait for the target alone may not have."""
+    import torch
+
+    unfinished = {"cuda:0": 0.0, "cuda:1": 0.0}  # seconds of queued work
+    clock = [0.0]
+
+    class Target:
+        def __init__(self, device):
+            self.device = device
+
+        def copy_(self, source):
+            unfinished[source.device] += 0.5
+
+        def cpu(self):
+            return torch.ones(1)
+
+    def synchronize(device):
+        device = str(torch.device("cuda", device) if isinstance(device, int) else device)
+        clock[0] += unfinished[device]
+        unfinished[device] = 0.0
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
+    monkeypatch.setattr(torch, "arange", lambda *_, device, dtype: Target(device))
+    monkeypatch.setattr(torch, "zeros", lambda *_, device, dtype: Target(device))
+    monkeypatch.setattr(probe_worker.time, "perf_counter", lambda: clock[0])
+    result = probe_worker.p2p("p2p", {})
+    assert result["facts"] == {"0-1": "0.1 GB/s, direct", "1-0": "0.1 GB/s, direct"}

@@ -8,6 +8,7 @@ import tempfile
 
 import pytest
 
+from bloomery.parallel.clock import CommunicationClock
 from bloomery.parallel.collective_notes import (
     CollectiveNote,
     CollectiveNotes,
@@ -73,6 +74,30 @@ def test_a_device_is_where_its_events_say_and_not_where_its_host_is(monkeypatch)
     notes.poll()
     assert shared.read() == CollectiveNote(3, 2, "second", "second")
     shared.close()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("call", ["measure", "noted"])
+def test_a_rank_is_out_of_a_collective_that_raises(monkeypatch, device, call) -> None:
+    """Out of memory in a gather of weights: while the rank still saves, the others wait for it and not for the next."""
+    clock = CommunicationClock()
+    shared = SharedNote()
+    clock.notes.write_to(shared.descriptor)
+    monkeypatch.setattr(CollectiveNotes, "_keep_polling", lambda self: None)
+    event = Moment()
+    event.reached = True
+    monkeypatch.setattr("bloomery.parallel.clock.recorded_event", lambda device: event)
+    block = clock.noted("gather", device)
+    if call == "measure":
+        block = clock.measure("shard", device, name="gather")
+    with pytest.raises(RuntimeError, match="out of memory"), block:
+        raise RuntimeError("out of memory")
+    clock.notes.poll()
+    left = shared.read()
+    shared.close()
+    assert left is not None and (left.entered, left.finished) == (1, 1)
+    if (device, call) == ("cpu", "measure"):
+        assert clock.waited_seconds > 0
 
 
 def test_the_memory_of_notes_needs_no_disk_once_it_is_there(monkeypatch, tmp_path) -> None:

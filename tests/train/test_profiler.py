@@ -181,6 +181,37 @@ def test_a_recording_that_cannot_be_written_is_a_warning(plan, tmp_path):
     assert {event.reason.partition(":")[0] for event in run.warnings()} == {NOT_RECORDED}
 
 
+@pytest.mark.parametrize("fault", ["start", "synchronize", "stop"])
+def test_a_recording_that_fails_is_switched_off_and_a_warning(plan, tmp_path, monkeypatch, fault):
+    """Allocations that are noted to the end of a run cost time in each of its steps."""
+
+    def fail(*_):
+        raise RuntimeError("the profiler is in use")
+
+    switched = []
+    profiler_class = type(profile.profile())
+    running = []
+    start, stop = profiler_class.start, profiler_class.stop
+    monkeypatch.setattr(profiler_class, "start", lambda self: (start(self), running.append(1)))
+    monkeypatch.setattr(profiler_class, "stop", lambda self: (stop(self), running.pop()))
+    monkeypatch.setattr(
+        profile, "record_memory_history", lambda device, *, is_on: switched.append(is_on)
+    )
+    if fault == "synchronize":
+        monkeypatch.setattr(profile, "synchronize", fail)
+    elif fault == "start":
+        monkeypatch.setattr(profiler_class, "start", fail)
+    else:
+        monkeypatch.setattr(
+            profiler_class, "stop", lambda self: (stop(self), running.pop(), fail())
+        )
+    run = Run(traced(plan, 2, 3), tmp_path)
+    assert run.outcome == "done"
+    assert [event.reason for event in run.warnings()] == [f"{NOT_RECORDED}: the profiler is in use"]
+    assert switched == [True, False]
+    assert running == []
+
+
 def test_a_stop_in_the_middle_writes_what_was_seen(plan, tmp_path):
     run = Run(traced(plan, 2, 4), tmp_path, stop_after=2)
     assert run.outcome == "stopped"

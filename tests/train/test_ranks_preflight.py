@@ -17,6 +17,7 @@ from plans_for_tests import tiny_config, tiny_plan
 
 from bloomery.core.errors import UserError
 from bloomery.monitor.events import Warned
+from bloomery.parallel import preflight, process_group
 from bloomery.parallel.environment import hosts_at_fault, without_host
 from bloomery.parallel.links import neighbor_rounds
 from bloomery.train.diagnostics.stragglers import Straggler, Stragglers, worked_seconds
@@ -390,6 +391,17 @@ def test_strings_arrive_as_they_were_sent(prepared) -> None:
     plan_json = on_ranks(tiny_plan(prepared), replicate=2).model_dump_json()
     for strings in (["", "größer"], ["größer", ""], ["x" * 5000, "y" * 5000]):
         assert ranks(2).call(exchanged_strings, plan_json, strings) == [(strings, strings[0])] * 2
+
+
+def test_a_rank_without_a_device_is_named(prepared, monkeypatch) -> None:
+    plan = on_ranks(tiny_plan(prepared), replicate=2)
+    plan = plan.model_copy(update={"train": plan.train.model_copy(update={"device": "cuda"})})
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    for join in (process_group.join, preflight.meet):
+        with pytest.raises(UserError, match=r"rank 1 on .* sees no GPU"):
+            join(plan.train)
 
 
 def meet_at(plan_json: str, port: int) -> str:

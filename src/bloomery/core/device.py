@@ -290,7 +290,9 @@ def cap_memory(device: AnyDevice, limit_bytes: float) -> None:
     set_share = getattr(_module(device), "set_per_process_memory_fraction", None)
     total_bytes = properties_of(device).total_bytes
     if set_share is not None and total_bytes:
-        set_share(min(1.0, limit_bytes / total_bytes))
+        # The share is of this very device: the next may have another size. torch.mps has one, and takes no name.
+        which = (device,) if hasattr(_module(device), "get_device_properties") else ()
+        set_share(min(1.0, limit_bytes / total_bytes), *which)
 
 
 def record_memory_history(device: AnyDevice, *, is_on: bool) -> None:
@@ -327,7 +329,10 @@ def generators_restored(device: AnyDevice) -> Generator[None]:
     """After the block the generators of the CPU and of this device are as before."""
     import torch
 
-    numbers = [current_index(device)] if is_accelerator(device) else []
+    number = torch.device(device).index
+    numbers = []
+    if is_accelerator(device):
+        numbers.append(current_index(device) if number is None else number)
     with torch.random.fork_rng(devices=numbers, device_type=_type_of(device)):
         yield
 

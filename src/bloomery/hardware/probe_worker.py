@@ -56,13 +56,14 @@ def worst_error(pairs: Iterable[tuple["Tensor", "Tensor"]]) -> float:
     return next((error for error in errors if error != error), max(errors))
 
 
-def best_seconds(work: Callable[[], object], device: str) -> float:
-    """The best time of several runs after a warm-up run."""
+def best_seconds(work: Callable[[], object], *devices: str) -> float:
+    """The best time of several runs after a warm-up run. `devices`: all that take part in the work."""
     import torch
 
     def wait() -> None:
-        if device.startswith("cuda"):
-            torch.cuda.synchronize(device)
+        for device in devices:
+            if device.startswith("cuda"):
+                torch.cuda.synchronize(device)
 
     work()
     wait()
@@ -468,8 +469,8 @@ def p2p(_: str, __: Mapping[str, Any]) -> Result:
     for a, b in ((a, b) for a in range(count) for b in range(count) if a != b):
         source = torch.arange(size // 4, dtype=torch.int32, device=f"cuda:{a}")
         target = torch.zeros(size // 4, dtype=torch.int32, device=f"cuda:{b}")
-        seconds = best_seconds(partial(target.copy_, source), f"cuda:{b}")
-        torch.cuda.synchronize(a)
+        # The copy is work of its source's stream: whoever waits for the target alone trusts that it waits, too.
+        seconds = best_seconds(partial(target.copy_, source), f"cuda:{a}", f"cuda:{b}")
         direct = "direct" if torch.cuda.can_device_access_peer(a, b) else "through CPU memory"
         facts[f"{a}-{b}"] = f"{size / seconds / 1e9:.1f} GB/s, {direct}"
         if not torch.equal(source.cpu(), target.cpu()):

@@ -36,32 +36,41 @@ class CommunicationClock:
     ) -> Iterator[None]:
         """Count the block, a collective over `axis` of tensors on `device`; "": of a few numbers, on the host.
 
-        `name`: of the collective, for the notes.
+        `name`: of the collective, for the notes. Of a collective that raises, the end counts, too: this rank is out
+        of it, and others may wait for it elsewhere.
         """
         name = f"{name}, {axis}" if axis else name
         if is_accelerator(device):
             start = recorded_event(device)
-            yield
-            end = recorded_event(device)
-            self._device_events.append((axis, start, end))
-            self.notes.follow(name, start, end)
+            try:
+                yield
+            finally:
+                end = recorded_event(device)
+                self._device_events.append((axis, start, end))
+                self.notes.follow(name, start, end)
         else:
             with self.noted(name):
                 self._host_end = time.perf_counter()
-                yield
-                self._count_host_seconds(axis)
+                try:
+                    yield
+                finally:
+                    self._count_host_seconds(axis)
 
     @contextmanager
     def noted(self, name: str, device: str = "cpu") -> Iterator[None]:
         """Note the block, a collective of tensors on `device` whose seconds are not counted."""
         if is_accelerator(device):
             start = recorded_event(device)
-            yield
-            self.notes.follow(name, start, recorded_event(device))
+            try:
+                yield
+            finally:
+                self.notes.follow(name, start, recorded_event(device))
         else:
             self.notes.enter(name)
-            yield
-            self.notes.finish(name)
+            try:
+                yield
+            finally:
+                self.notes.finish(name)
 
     def measure_since_last(self, axis: str, device: str) -> None:
         """Count what followed the last collective as one over `axis`.

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bloomery.core import __version__
-from bloomery.core.device import accelerator_type, current_index, is_accelerator, properties_of
+from bloomery.core.device import current_index, is_accelerator, properties_of
 from bloomery.core.errors import UserError
 from bloomery.core.ports import port_taken
 from bloomery.core.units import format_bytes, format_seconds
@@ -116,12 +116,6 @@ def meet(plan: TrainPlan) -> Mesh:
     """`join`, with its errors in one sentence. Raises UserError."""
     environment = rank_environment()
     this_rank = f"rank {environment.rank} on {node_name()}"
-    if plan.ranks > 1 and is_accelerator(plan.device) and accelerator_type() is None:
-        raise UserError(
-            f"{this_rank} sees no GPU",
-            where="HIP_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES, CUDA_VISIBLE_DEVICES",
-            fix="give each rank a GPU, or start fewer processes",
-        )
     try:
         return join(plan)
     except RanksMissing as error:

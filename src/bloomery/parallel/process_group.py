@@ -16,7 +16,8 @@ from bloomery.core.device import (
     num_devices,
     select_device,
 )
-from bloomery.parallel.environment import RankEnvironment, rank_environment
+from bloomery.core.errors import UserError
+from bloomery.parallel.environment import RankEnvironment, node_name, rank_environment
 from bloomery.parallel.fsdp import return_freed_memory
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh, PipelineGroups
 from bloomery.parallel.pipeline import BACKWARD, FORWARD
@@ -41,7 +42,7 @@ class RanksMissing(RuntimeError):
 def join(plan: TrainPlan) -> Mesh:
     """Join the ranks of the plan, as the launcher's variables say; one rank alone needs none.
 
-    Raises RanksMissing.
+    Raises RanksMissing, and UserError where this rank sees no device.
     """
     if plan.ranks == 1:
         return SINGLE_RANK
@@ -50,8 +51,15 @@ def join(plan: TrainPlan) -> Mesh:
     # CPU tensors travel over gloo in every run: the few numbers that ranks agree on.
     backend = "gloo"
     if is_accelerator(plan.device):
+        visible_devices = num_devices(plan.device)
+        if visible_devices == 0:
+            raise UserError(
+                f"rank {environment.rank} on {node_name()} sees no GPU",
+                where="HIP_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES, CUDA_VISIBLE_DEVICES",
+                fix="give each rank a GPU, or start fewer processes",
+            )
         # Under some launchers each rank sees one device alone.
-        select_device(plan.device, environment.local_rank % num_devices(plan.device))
+        select_device(plan.device, environment.local_rank % visible_devices)
         if _devices_exchange(plan):
             backend = collective_backends(plan.device)
 

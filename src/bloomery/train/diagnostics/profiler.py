@@ -229,6 +229,7 @@ class Recorder:
         self._model_and_optimizer = model_and_optimizer
         self._emit = emit
         self._open: _Recording | None = None
+        self._failed = False  # to begin: the plan's other steps would end in the same warning
         self._lists = 0
         if writes:
             self._request.unlink(missing_ok=True)  # a request to an earlier process
@@ -241,15 +242,23 @@ class Recorder:
         # A request comes before the plan; the plan's steps may have begun before a resume.
         if self._open is None and self._writes:
             steps = requested_steps(self._request)
-            if steps == 0 and planned_steps and step >= planned_steps[0]:
+            if steps == 0 and planned_steps and step >= planned_steps[0] and not self._failed:
                 steps = planned_steps[1] - step + 1
             if steps > 0:
                 self._request.unlink(missing_ok=True)
-                self._emit(Phase(step=step - 1, name="profile", done=0, total=steps))
-                self._open = _Recording(device, step, step + steps - 1)
+                self._begin(device, step, steps)
         yield
         if self._open is not None and step >= self._open.last_step:
             self.close()
+
+    def _begin(self, device: str, step: int, steps: int) -> None:
+        try:
+            self._open = _Recording(device, step, step + steps - 1)
+        except RuntimeError as error:  # such as another profiler that runs already
+            self._failed = True
+            self._warn(step - 1, error)
+        else:
+            self._emit(Phase(step=step - 1, name="profile", done=0, total=steps))
 
     def objective(self, objective: Objective) -> Objective:
         """The objective of this step; while recording, it lists memory after the first forward."""
@@ -322,18 +331,27 @@ class _Recording:
         self.last_step = last_step
         self.device = device
         self.listed = False
-        record_memory_history(self.device, is_on=True)
         self._profile = profile(activities=profiled_activities(self.device), profile_memory=True)
         self._start_time = time.perf_counter()
-        self._profile.start()
+        # What is switched on here costs time in every later step until it is switched off, also after an error.
+        record_memory_history(self.device, is_on=True)
+        try:
+            self._profile.start()
+        except RuntimeError:
+            record_memory_history(self.device, is_on=False)
+            raise
 
     def write(self, folder: Path, name: str) -> None:
-        """Write the trace (Chrome, Perfetto) and a table of operators. Raises OSError."""
-        # The kernels of the last step may still be running.
-        synchronize(self.device)
-        seconds = time.perf_counter() - self._start_time
-        self._profile.stop()
-        record_memory_history(self.device, is_on=False)
+        """Write the trace (Chrome, Perfetto) and a table of operators. Raises OSError and RuntimeError."""
+        try:
+            # The kernels of the last step may still be running.
+            synchronize(self.device)
+        finally:
+            seconds = time.perf_counter() - self._start_time
+            try:
+                self._profile.stop()
+            finally:
+                record_memory_history(self.device, is_on=False)
 
         folder.mkdir(exist_ok=True)
         self._profile.export_chrome_trace(str(folder / f"{name}.trace.json.gz"))
