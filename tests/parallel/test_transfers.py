@@ -121,5 +121,5 @@ def test_of_what_leaves_little_is_under_way(streams):
     for number in range(9):
         copies.send([torch.zeros(1)], lambda: None, most_under_way=4)
         assert WORK.seen.get("side 0", 0) == max(0, number + 1 - 4)
-    copies.release_sent(torch.device("cpu"))
+    copies.release_sent()
     assert WORK.seen["side 0"] == 9

@@ -3,13 +3,13 @@
 import weakref
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from bloomery.parallel.transfers import CopyStream, has_own_memory, pinned_like, wait_for
+from bloomery.parallel.transfers import CopyStream, CopyUnderWay, has_own_memory, pinned_like
 
 THRESHOLD_BYTES = 2**20  # smaller tensors cost more calls than they free memory
 MOST_UNDER_WAY = 4  # copies to the host, whose tensors are still on the device
@@ -43,12 +43,12 @@ def offload_activations(backbone: nn.Module, *, threshold: int = THRESHOLD_BYTES
 @final
 @dataclass(eq=False)
 class _Offloaded:
-    """A tensor on the host. `arriving`: its copy on the device, and the event after which it may be read."""
+    """A tensor on the host. `arriving`: its copy on the device, which may be read once it is no longer under way."""
 
     number: int  # in the order of forward
     host_tensor: Tensor
     device: torch.device
-    arriving: tuple[Tensor, Any] | None = None  # its event is None where nothing is waited for
+    arriving: tuple[Tensor, CopyUnderWay | None] | None = None  # None: it is there
     returned: "weakref.ref[Tensor] | None" = None
 
     def in_use(self) -> Tensor | None:
@@ -109,13 +109,14 @@ class _OffloadHooks(saved_tensors_hooks):
 
         # Forward is over: nothing more is offloaded.
         self._offloaded_by_view.clear()
-        self._copy_stream.release_sent(packed.device)
+        self._copy_stream.release_sent()
 
-        # Backward asks in about the reverse order of forward: the tensors saved just before come next.
+        # Backward asks in about the reverse order of forward: the tensors saved just before come next. One that it was
+        # given before and has let go is alive for a moment only: a second copy of it would be for nobody.
         tensor = self._give(packed)
         for number in range(packed.number - 1, max(-1, packed.number - 1 - PREFETCHED), -1):
             earlier = self._in_forward_order[number]()
-            if earlier is not None and earlier.in_use() is None:
+            if earlier is not None and earlier.returned is None:
                 self._fetch(earlier)
         return tensor
 
@@ -124,14 +125,14 @@ class _OffloadHooks(saved_tensors_hooks):
         in_use = offloaded.in_use()
         if in_use is not None:
             return in_use
-        tensor, arrived = self._fetch(offloaded)
+        tensor, under_way = self._fetch(offloaded)
         offloaded.arriving = None
         offloaded.returned = weakref.ref(tensor)
-        if arrived is not None:
-            wait_for(arrived, offloaded.device)
+        if under_way is not None:
+            under_way.finish()
         return tensor
 
-    def _fetch(self, offloaded: _Offloaded) -> tuple[Tensor, Any]:
+    def _fetch(self, offloaded: _Offloaded) -> tuple[Tensor, CopyUnderWay | None]:
         """Begin the copy to the device, where it has not begun; without a device of its own, a copy at once."""
         if offloaded.arriving is not None:
             return offloaded.arriving
@@ -139,8 +140,7 @@ class _OffloadHooks(saved_tensors_hooks):
         if has_own_memory(offloaded.device):
             tensor = torch.empty_like(host_tensor, device=offloaded.device, pin_memory=False)
             copy = partial(tensor.copy_, host_tensor, non_blocking=True)
-            arrived = self._copy_stream.run_after_work(offloaded.device, copy)
-            offloaded.arriving = tensor, arrived
+            offloaded.arriving = tensor, self._copy_stream.run_after_work([tensor], copy)
         else:
             offloaded.arriving = host_tensor.clone(), None
         return offloaded.arriving

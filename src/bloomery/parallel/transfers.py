@@ -23,9 +23,29 @@ def pinned_like(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=has_own_memory(tensor.device))
 
 
-def wait_for(event: Any, device: torch.device) -> None:
-    """Make the device's work after this wait for the event; the host goes on."""
-    current_stream(device).wait_event(event)
+@final
+class CopyUnderWay:
+    """Tensors of the device that a copy beside its work reads or writes.
+
+    They were allocated on the stream of the work, to which the allocator gives their memory back the moment that the
+    last reference is gone: this object holds one, and makes the work wait before it lets go. So also where nobody
+    finishes it, as after an error.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], end: Any, work_stream: Any) -> None:
+        """`end`: the event after the copy. `work_stream`: on which `tensors` were allocated."""
+        self._tensors = tensors
+        self._end = end
+        self._work_stream = work_stream
+
+    def finish(self) -> None:
+        """Make the work that is queued from now on wait for the copy; the host goes on."""
+        if self._end is not None:
+            self._work_stream.wait_event(self._end)
+            self._end = None
+
+    def __del__(self) -> None:
+        self.finish()
 
 
 @final
@@ -34,7 +54,7 @@ class CopyStream:
 
     def __init__(self) -> None:
         self._stream: Any = None  # as `core.device` makes them, like events
-        self._being_sent: deque[tuple[Sequence[Tensor], Any]] = deque()
+        self._being_sent: deque[CopyUnderWay] = deque()
 
     def send(
         self, tensors: Sequence[Tensor], copy: Callable[[], object], *, most_under_way: int
@@ -43,28 +63,31 @@ class CopyStream:
 
         They stay alive until that is done; of so many calls at most.
         """
-        device = tensors[0].device
-        self._being_sent.append((tensors, self.run_after_work(device, copy)))
-        self.release_sent(device, most_under_way=most_under_way)
+        self._being_sent.append(self.run_after_work(tensors, copy))
+        self.release_sent(most_under_way=most_under_way)
 
-    def run_after_work(self, device: torch.device, copy: Callable[[], object]) -> Any:
-        """Run `copy` on this stream; the event is its end.
+    def run_after_work(self, tensors: Sequence[Tensor], copy: Callable[[], object]) -> CopyUnderWay:
+        """Run `copy` on this stream, which reads or writes `tensors` of one device.
 
-        The caller allocates what `copy` writes to before, on the stream of the work: the allocator then frees it in
-        order.
+        The caller has allocated them on the stream of the work, before.
         """
+        device = tensors[0].device
         if self._stream is None:
             self._stream = new_stream(device)
-        self._stream.wait_stream(current_stream(device))
-        with on_stream(device, self._stream):
-            copy()
-            return self._stream.record_event()
+        work_stream = current_stream(device)
+        self._stream.wait_stream(work_stream)
+        try:
+            with on_stream(device, self._stream):
+                copy()
+        finally:
+            # Also after an error: a part of the copies may be under way.
+            under_way = CopyUnderWay(tensors, self._stream.record_event(), work_stream)
+        return under_way
 
-    def release_sent(self, device: torch.device, *, most_under_way: int = 0) -> None:
+    def release_sent(self, *, most_under_way: int = 0) -> None:
         """Drop sent tensors, the oldest first: work that reuses their memory waits for their copies."""
         while len(self._being_sent) > most_under_way:
-            _, end = self._being_sent.popleft()
-            wait_for(end, device)
+            self._being_sent.popleft().finish()
 
     def synchronize(self) -> None:
         """Return when the host may read everything that was sent."""

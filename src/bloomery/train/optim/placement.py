@@ -1,12 +1,12 @@
 """Where optimizer states are stored: on the weights' device, or in pinned host memory."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
 
-from bloomery.parallel.transfers import CopyStream, has_own_memory, pinned_like, wait_for
+from bloomery.parallel.transfers import CopyStream, CopyUnderWay, has_own_memory, pinned_like
 from bloomery.train.optim.common import concatenated, same_memory
 
 # The stored tensors of a piece: for each moment, for each tensor of the moment, one view for each span.
@@ -44,16 +44,16 @@ class StatePlacement:
             return
         next_arrival = self._copy_to_device(pieces[0], device)
         for index in range(len(pieces)):
-            states, arrived = next_arrival
+            states, under_way = next_arrival
             # The next piece is copied while this one is updated.
             if index + 1 < len(pieces):
                 next_arrival = self._copy_to_device(pieces[index + 1], device)
-            wait_for(arrived, device)
+            under_way.finish()
             yield states
 
     def _copy_to_device(
         self, piece: PieceStates, device: torch.device
-    ) -> tuple[list[list[Tensor]], Any]:
+    ) -> tuple[list[list[Tensor]], CopyUnderWay]:
         def empty_for(views: Sequence[Tensor]) -> Tensor:
             shape = (sum(len(view) for view in views), *views[0].shape[1:])
             return torch.empty(shape, dtype=views[0].dtype, device=device)
@@ -67,7 +67,8 @@ class StatePlacement:
                     for view, target in zip(views, targets, strict=True):
                         target.copy_(view, non_blocking=True)
 
-        return states, self._copy_stream.run_after_work(device, copy)
+        tensors = [state for moment_states in states for state in moment_states]
+        return states, self._copy_stream.run_after_work(tensors, copy)
 
     def send(self, values: list[Tensor], targets: list[list[Tensor]]) -> None:
         """Copy one updated moment of the current piece to where it is stored."""
