@@ -13,6 +13,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +23,9 @@ STARTUP = HERE / "startup"
 CACHE = Path(
     os.environ.get("BLOOMERY_SIMULATED_CACHE", Path.home() / ".cache/bloomery/simulated-device")
 )
+SOURCES = "/src/bloomery/"
 _lib = None
+_waits = Counter()
 
 
 def environment(device="amd", devices=2, gib=4.0):
@@ -121,6 +124,27 @@ def report():
 
 def clear():
     _lib.sim_clear()
+    _waits.clear()
+
+
+def waits():
+    """Waits of the host since `clear`: (operator, place) -> count.
+
+    The place is the innermost function of Bloomery, such as "train/step.py train_step"; "outside" where there is none,
+    as in autograd's own thread.
+    """
+    return dict(_waits)
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+def _hear_wait(operator):
+    frame = sys._getframe()
+    while frame is not None and SOURCES not in frame.f_code.co_filename:
+        frame = frame.f_back
+    place = "outside"
+    if frame is not None:
+        place = f"{frame.f_code.co_filename.partition(SOURCES)[2]} {frame.f_code.co_qualname}"
+    _waits[operator.decode(), place] += 1
 
 
 def faulty(operator, factor):
@@ -154,6 +178,7 @@ def patch():
     _lib.sim_current_stream.restype = ctypes.c_int64
     _lib.sim_set_fraction.argtypes = [ctypes.c_int, ctypes.c_double]
     _lib.sim_set_stream.argtypes = [ctypes.c_int, ctypes.c_int64]
+    _lib.sim_hear_waits(_hear_wait)
     _lib.sim_set_devices(devices)
     for device in range(devices):
         capacity(gib, device)
