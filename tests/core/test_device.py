@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.cuda._utils import _get_device_index
 
 from bloomery.core import device as door
 from bloomery.core.errors import UserError
@@ -81,18 +82,27 @@ def test_a_cpu_answers_every_call():
 
 def test_the_share_of_a_cap_is_that_of_the_device_itself(monkeypatch):
     """A machine may have cards of several sizes, and a rank one that is not the first."""
-    total_bytes = {"sim:0": 8 * GIB, "sim:1": 32 * GIB}
+    total_bytes = {"cuda:0": 8 * GIB, "cuda:1": 32 * GIB, "cuda": 32 * GIB}
     shares = {}
+
+    def set_share(share, device):
+        # As torch.cuda does: a name without a number is refused.
+        shares[_get_device_index(device)] = share
+
     module = SimpleNamespace(
         get_device_properties=lambda device: SimpleNamespace(
             name=device, total_memory=total_bytes[device]
         ),
-        set_per_process_memory_fraction=lambda share, device: shares.update({device: share}),
+        set_per_process_memory_fraction=set_share,
+        current_device=lambda: 1,
     )
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    door.cap_memory("sim:1", 8 * GIB)
-    door.cap_memory("sim:0", 8 * GIB)
-    assert shares == {"sim:1": 0.25, "sim:0": 1.0}
+    door.cap_memory("cuda:1", 8 * GIB)
+    door.cap_memory("cuda:0", 8 * GIB)
+    assert shares == {1: 0.25, 0: 1.0}
+    # As plans name it: the device that this thread uses.
+    door.cap_memory("cuda", 4 * GIB)
+    assert shares[1] == 0.125
 
     # torch.mps has one device, and takes its share alone.
     module = SimpleNamespace(

@@ -104,6 +104,14 @@ def current_index(device: AnyDevice) -> int:
     return int(_function(device, "current_device", "current_device_index")())
 
 
+def number_of(device: AnyDevice) -> int:
+    """The number in the name of a device; of a name without one, that of the device that this thread uses."""
+    import torch
+
+    number = torch.device(device).index
+    return current_index(device) if number is None else number
+
+
 def select_device(device: AnyDevice, index: int) -> None:
     """Make this thread use the device of its kind with this number."""
     if is_accelerator(device):
@@ -290,8 +298,9 @@ def cap_memory(device: AnyDevice, limit_bytes: float) -> None:
     set_share = getattr(_module(device), "set_per_process_memory_fraction", None)
     total_bytes = properties_of(device).total_bytes
     if set_share is not None and total_bytes:
-        # The share is of this very device: the next may have another size. torch.mps has one, and takes no name.
-        which = (device,) if hasattr(_module(device), "get_device_properties") else ()
+        # The share is of this very device: the next may have another size. torch.mps has one, and takes no number; the
+        # others take no name without one.
+        which = (number_of(device),) if hasattr(_module(device), "get_device_properties") else ()
         set_share(min(1.0, limit_bytes / total_bytes), *which)
 
 
@@ -329,10 +338,7 @@ def generators_restored(device: AnyDevice) -> Generator[None]:
     """After the block the generators of the CPU and of this device are as before."""
     import torch
 
-    number = torch.device(device).index
-    numbers = []
-    if is_accelerator(device):
-        numbers.append(current_index(device) if number is None else number)
+    numbers = [number_of(device)] if is_accelerator(device) else []
     with torch.random.fork_rng(devices=numbers, device_type=_type_of(device)):
         yield
 
