@@ -34,7 +34,10 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STAMP, LOG, PIN = VENV / "set-up.json", VENV / "set-up.log", VENV / "torch-pin.txt"
-PINNED = ("torch", "triton", "triton-rocm", "pytorch-triton-rocm", "torchvision", "torchaudio")
+PINNED = (
+    *("torch", "triton", "triton-rocm", "pytorch-triton-rocm", "triton-xpu"),
+    *("torchvision", "torchaudio"),
+)
 EXTRAS = {
     "test": "pytest and what the tests compare with",
     "check": "ruff, mypy, import-linter",
@@ -130,7 +133,7 @@ def _stamp() -> dict[str, object]:
     digest.update(
         json.dumps(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]).encode()
     )
-    wheels = ("src/bloomery/hardware/wheels.py", "src/bloomery/hardware/wheels.toml")
+    wheels = tuple(f"src/bloomery/hardware/{name}" for name in ("wheels.py", "wheels.toml"))
     for name in ("constraints.txt", "scripts/setup.py", *wheels):
         digest.update((ROOT / name).read_bytes())
     python = ".".join(map(str, sys.version_info[:2]))
@@ -161,9 +164,9 @@ def _done(stamp: dict[str, object]) -> list[str] | None:
 
 
 def _gpu_hint() -> str:
-    """Cheap enough for every call: the AMD chips, and whether NVIDIA's driver is loaded."""
+    """Cheap enough for every call: the AMD and Intel chips, and whether NVIDIA's driver is loaded."""
     nvidia = "nvidia" if Path("/proc/driver/nvidia/version").exists() else ""
-    return " ".join(filter(None, [*_amd_chips(), nvidia]))
+    return " ".join(filter(None, [*_amd_chips(), nvidia, *_intel_chips()]))
 
 
 def _amd_chips() -> list[str]:
@@ -173,12 +176,23 @@ def _amd_chips() -> list[str]:
     return [node.arch for node in nodes if not node.integrated] or [node.arch for node in nodes]
 
 
+def _intel_chips() -> list[str]:
+    from bloomery.hardware.intel import read_intel
+
+    return [gpu.arch for gpu in read_intel() if gpu.node]
+
+
 @cache
 def _gpu() -> tuple[str | None, int | None]:
-    """(gfx1031 or sm_86 or None, NVIDIA's driver). A discrete AMD GPU comes before an NVIDIA one."""
+    """(gfx1031, sm_86, xe2-hpg or None, NVIDIA's driver). Of several vendors AMD comes first, Intel last."""
     chips = _amd_chips()
     if chips:
         return chips[0], None
+    arch, driver = _nvidia_gpu()
+    return arch or next(iter(_intel_chips()), None), driver
+
+
+def _nvidia_gpu() -> tuple[str | None, int | None]:
     program = shutil.which("nvidia-smi")
     if program is None:
         return None, None
@@ -259,7 +273,7 @@ def _own_torch(arch: str | None) -> str:
 
     script = (
         "import json, torch; t = torch.version; "
-        "print(json.dumps([torch.__version__, t.hip, t.cuda, torch.cuda.get_arch_list()]))"
+        "print(json.dumps([torch.__version__, t.hip, t.cuda, torch.cuda.get_arch_list(), getattr(t, 'xpu', None)]))"
     )
     if importlib.util.find_spec("torch") is None:
         return ""
@@ -267,10 +281,11 @@ def _own_torch(arch: str | None) -> str:
         answer = subprocess.run(
             [sys.executable, "-c", script], capture_output=True, text=True, timeout=180, check=True
         )
-        version, hip, cuda, kernels = json.loads(answer.stdout.splitlines()[-1])
+        version, hip, cuda, kernels, xpu = json.loads(answer.stdout.splitlines()[-1])
     except (subprocess.SubprocessError, OSError, ValueError, IndexError):
         return ""  # one that cannot be imported
-    return "" if fits(arch, torch=version, hip=hip, cuda=cuda, kernels=kernels) else str(version)
+    problem = fits(arch, torch=version, hip=hip, cuda=cuda, kernels=kernels, xpu=xpu)
+    return "" if problem else str(version)
 
 
 class _line:

@@ -11,10 +11,11 @@ import pytest
 from bloomery.hardware.detect import detect, parse_nvidia_smi
 from bloomery.hardware.detect_software import assignments, build_of
 from bloomery.hardware.doctor.diagnose import diagnose
+from bloomery.hardware.intel import listed_products
 from bloomery.hardware.kfd import INTEGRATED, gfx_name, read_kfd
 from bloomery.hardware.machine import Machine, Software
 from bloomery.hardware.profile import SHARED_MEMORY_SHARE, build_profile
-from bloomery.hardware.specs import gpu_table, is_integrated
+from bloomery.hardware.specs import arch_spec, gpu_table, is_integrated
 from bloomery.plan.resolve import local_plan
 from bloomery.recipe.load import load_recipe
 from kfd_trees import (
@@ -92,7 +93,8 @@ def test_a_gpu_that_the_table_calls_integrated_is_one(root, monkeypatch):
 
 def test_set_up_knows_every_integrated_gpu_of_the_table():
     known = {gfx_name(version) for version in INTEGRATED}
-    listed = {name for spec in gpu_table().arch for name in spec.names if is_integrated(name)}
+    amd = [spec for spec in gpu_table().arch if spec.vendor == "amd"]
+    listed = {name for spec in amd for name in spec.names if is_integrated(name)}
     assert listed and listed <= known
 
 
@@ -290,3 +292,53 @@ def test_what_is_installed_meanwhile_is_seen(root, monkeypatch):
 
     assert installed("torch", 1_700_000_000) == ["torch"]
     assert installed("triton", 1_700_000_001) == ["torch", "triton"]
+
+
+def intel_device(root: Path, address: str, device: str, *, minor: int = 0, mib: int = 256) -> None:
+    """A display of Intel's; with a render node it has the driver xe. `mib`: its largest window on the bus."""
+    pci_device(
+        root, address, kind="0x030000", vendor="0x8086", device=device, driver="xe" if minor else ""
+    )
+    folder = root / f"sys/bus/pci/devices/{address}"
+    windows = (
+        "0x0000000080000000 0x0000000080ffffff 0x0000000000140204",
+        "0x0000000000000000 0x0000000000000000 0x0000000000000000",
+        f"0x0000004000000000 {0x4000000000 + mib * 2**20 - 1:#018x} 0x000000000014220c",
+    )
+    write(folder / "resource", "\n".join(windows) + "\n")
+    if minor:
+        write(folder / f"drm/renderD{minor}/dev", "226:128\n")
+        write(root / f"dev/dri/renderD{minor}", "")
+
+
+def test_intels_gpus_are_found_by_their_device_ids(tmp_path):
+    intel_device(tmp_path, "0000:00:02.0", "0x4680", minor=128)  # UHD 770, in a processor
+    intel_device(tmp_path, "0000:03:00.0", "0x56a0", minor=129, mib=16384)
+    intel_device(tmp_path, "0000:04:00.0", "0x56a0", minor=130)  # a window of 256 MiB tells nothing
+    intel_device(tmp_path, "0000:05:00.0", "0x0bd5", minor=131, mib=131072)
+    intel_device(tmp_path, "0000:06:00.0", "0xe20b")  # no driver
+    write(tmp_path / "usr/lib/x86_64-linux-gnu/libze_intel_gpu.so.1.6.33578", "")
+    found = detect(root=tmp_path)
+    assert [
+        (gpu.index, gpu.name, gpu.arch, gpu.memory_bytes >> 30) for gpu in found.accelerators
+    ] == [
+        (0, "Arc A770", "xe-hpg", 16),
+        (1, "Arc A770", "xe-hpg", 8),
+        (2, "Data Center GPU Max 1550 (one stack)", "xe-hpc", 64),
+        (3, "Data Center GPU Max 1550 (one stack)", "xe-hpc", 64),
+    ]
+    assert {gpu.vendor for gpu in found.accelerators} == {"intel"}
+    assert found.accelerators[0].access == "open"
+    assert found.host.driver.level_zero == "1.6.33578"
+    assert [display.driver for display in found.host.displays] == ["xe", "xe", "xe", "xe", ""]
+    assert {"intel-driver-missing", "level-zero-missing"}.isdisjoint(
+        finding.id for finding in diagnose(found)
+    )
+
+
+def test_every_gpu_of_intels_has_its_own_device_ids():
+    ids = [device_id for gpu in gpu_table().gpu for device_id in gpu.pci_ids]
+    assert len(ids) == len(set(ids)) >= 12
+    assert listed_products().keys() == set(ids)
+    intels = {gpu.arch for gpu in gpu_table().gpu if arch_spec(gpu.arch).vendor == "intel"}
+    assert intels == {gpu["arch"] for gpu in listed_products().values()}

@@ -8,7 +8,7 @@ import pytest
 from bloomery.core.units import GIB, MIB
 from bloomery.hardware.doctor.diagnose import diagnose, ready
 from bloomery.hardware.doctor.software import reported_arch
-from bloomery.hardware.machine import Accelerator, Package, Probe, ShellSetting
+from bloomery.hardware.machine import Accelerator, Display, Package, Probe, ShellSetting
 from bloomery.hardware.wheels import torch_builds
 from changed_machines import AMD_WHEEL, MACHINES, changed_part, ids, machine, only
 
@@ -16,6 +16,15 @@ PIN = "bloomery doctor --fix {}"
 FRONTIER = torch_builds("gfx90a", python=(3, 12), site="frontier")[0].before
 # machine -> (finding, the first command of its fix), in their order
 EXPECTED = {
+    "arc-a770-nothing-installed": [
+        ("not-in-group", "sudo usermod -a -G render,video $LOGNAME"),
+        ("level-zero-missing", "sudo apt install libze1 libze-intel-gpu1"),
+        (
+            "wrong-build",
+            "pip install --force-reinstall --index-url https://download.pytorch.org/whl/xpu torch==2.13.0+xpu",
+        ),
+    ],
+    "arc-b580": [],
     "container-without-kfd": [
         ("container-without-gpu", "bloomery doctor --docker"),
         (
@@ -134,6 +143,7 @@ EXPECTED = {
     ],
 }
 READY = {
+    "arc-b580",
     "h200",
     "laptop-without-a-gpu",
     "mi100-two-without-iommu-pt",
@@ -314,6 +324,21 @@ def test_drivers_that_are_not_loaded():
     assert only(plain, "driver-not-loaded").fix[0].startswith("sudo modprobe amdgpu")
     nvidia = machine("h200", accelerators=(), host__driver__nvidia="")
     assert only(nvidia, "nvidia-driver-missing").level == "blocks"
+
+
+def test_an_intel_gpu_without_a_driver_is_named_and_graphics_of_a_processor_are_not():
+    laptop = machine("laptop-without-a-gpu")
+
+    def with_display(device_id: int, driver: str) -> list[str]:
+        display = {"address": "0000:03:00.0", "vendor": 0x8086, "device_id": device_id}
+        return ids(changed_part(laptop, ["host", "displays"], (Display(**display, driver=driver),)))
+
+    assert "intel-driver-missing" in with_display(0xE20B, "")
+    assert "no-gpu" not in with_display(0xE20B, "")
+    assert "intel-driver-missing" in with_display(0xE20B, "vfio-pci")
+    assert "intel-driver-missing" not in with_display(0xE20B, "xe")
+    assert "intel-driver-missing" not in with_display(0x4680, "")  # UHD 770
+    assert "no-gpu" in with_display(0x4680, "i915")
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,8 @@ def test_every_kind_of_machine_is_there():
         "gfx1151",
         "gfx1200",
         "sm_90",
+        "xe-hpg",
+        "xe2-hpg",
     }
 
 
@@ -67,7 +69,13 @@ def test_the_build_agrees_with_the_version():
         software = machine.software
         local = (software.torch or "").partition("+")[2]
         wanted = (
-            "rocm" if local.startswith("rocm") else "cuda" if local.startswith("cu1") else "cpu"
+            "rocm"
+            if local.startswith("rocm")
+            else "cuda"
+            if local.startswith("cu1")
+            else "xpu"
+            if local == "xpu"
+            else "cpu"
         )
         assert software.build == wanted, name
         assert bool(software.hip) == (wanted == "rocm"), name

@@ -9,7 +9,6 @@ from bloomery.core.units import GIB
 from bloomery.hardware.doctor.diagnose import diagnose
 from bloomery.hardware.doctor.settings import idle_settings
 from bloomery.hardware.machine import (
-    CUDA_ORDER,
     MASKS,
     Accelerator,
     Host,
@@ -31,6 +30,7 @@ from bloomery.hardware.profile import (
     with_gpu,
 )
 from bloomery.hardware.specs import find_gpu
+from bloomery.hardware.vendors import ORDERS
 
 RECORDED = Path(__file__).parent.parent / "machines"
 
@@ -368,7 +368,7 @@ def masked(profile) -> dict[str, str]:
     return {
         name: value
         for name, value in profile.environment.value.items()
-        if name in (*MASKS, CUDA_ORDER)
+        if name in (*MASKS, *ORDERS)
     }
 
 

@@ -19,7 +19,7 @@ from bloomery.hardware.specs import (
 def device(name: str, arch: str, gib: float) -> Accelerator:
     return Accelerator(
         index=0,
-        vendor="amd" if arch.startswith("gfx") else "nvidia",
+        vendor=arch_spec(arch).vendor if arch_spec(arch) else "amd",
         name=name,
         arch=arch,
         memory_bytes=int(gib * GIB),
@@ -90,6 +90,7 @@ def test_float32_is_two_operations_a_core_and_clock(card):
 
 
 # TFLOP/s that NVIDIA's whitepapers and datasheets and AMD's product pages publish: float16 with float32 accumulation.
+# Of Intel's half of the TOPS with INT8: 262, 229, 197; 233, 203, 197; 1,678 of two stacks.
 PUBLISHED = """
 RTX 2070: 29.9; RTX 2080 Ti: 53.8; Tesla T4: 65; RTX 3060 12GB: 25.6; RTX 3070: 40.6; RTX 3080 10GB: 59.5
 RTX 3090: 71.2; RTX 3090 Ti: 80; A10: 125; A40: 149.7; RTX A6000: 154.8; RTX 4070: 58.3; RTX 4080: 97.5; RTX 4090: 165.2
@@ -97,6 +98,7 @@ RTX 6000 Ada Generation: 364.2; L4: 121; RTX 5070: 61.7; RTX 5070 Ti: 87.9; RTX 
 RTX PRO 6000 Blackwell: 503.8; V100 SXM 32GB: 125; V100 PCIe 32GB: 112; A100 80GB SXM: 312; A30: 165; MI250X: 191.5
 MI300X: 1307.4; MI355X: 2516.6; RX 7900 XTX: 122.8; RX 7800 XT: 74.6; RX 9070 XT: 194.6; RX 9060 XT 16GB: 102.6
 RX 6900 XT: 46.1; W7900: 122.6
+A770 16GB: 131; A750: 114.5; A580: 98.5; B580: 116.5; B570: 101.5; Arc Pro B60: 98.5; Max 1550: 419.5
 """
 
 
@@ -138,6 +140,9 @@ sm_89 RTX-4060 RTX-4060-Ti RTX-4070 RTX-4070-SUPER RTX-4070-Ti RTX-4070-Ti-SUPER
 sm_89 L4 L40S RTX-6000-Ada RTX-4050-Laptop-GPU RTX-4060-Laptop-GPU RTX-4070-Laptop-GPU RTX-4090-Laptop-GPU
 sm_90 H100-PCIe H100-SXM H200
 sm_100 B200
+xe-hpg A380 A750 A770
+xe2-hpg B570 B580 Arc-Pro-B50 Arc-Pro-B60
+xe-hpc Max-1100 Max-1550
 sm_120 RTX-5060 RTX-5060-Ti RTX-5070 RTX-5070-Ti RTX-5080 RTX-5090 RTX-5070-Ti-Laptop-GPU RTX-5090-Laptop-GPU
 """
 
@@ -160,6 +165,7 @@ def test_two_dies_of_a_card_are_two_devices():
     assert [gpu.name for gpu in gpu_table().gpu if gpu.dies_per_board > 1] == [
         "Instinct MI250 (one GCD)",
         "Instinct MI250X (one GCD)",
+        "Data Center GPU Max 1550 (one stack)",
     ]
 
 
@@ -234,6 +240,12 @@ def test_no_chip_is_described_twice():
         ("9070", "Radeon RX 9070"),
         ("a100 40", "A100 40GB"),
         ("h200", "H200 SXM"),
+        ("b580", "Arc B580"),
+        ("intel arc a750", "Arc A750"),
+        ("Intel(R) Arc(TM) B580 Graphics", "Arc B580"),
+        ("GPU Max 1550", "Data Center GPU Max 1550 (one stack)"),
+        ("m4 max 64gb", "M4 Max"),
+        ("Apple M1 8GB", "M1"),
     ],
 )
 def test_people_are_understood(text, name):
@@ -316,23 +328,6 @@ def test_a_name_of_several_cards_lists_them(text, names):
     assert error.value.code == 2
 
 
-@pytest.mark.parametrize(
-    ("text", "maker"),
-    [
-        ("M3 Max", "Apple"),
-        ("m1", "Apple"),
-        ("Apple M2 Ultra", "Apple"),
-        ("M4 Pro 48GB", "Apple"),
-        ("Arc A770", "Intel"),
-        ("intel iris xe", "Intel"),
-    ],
-)
-def test_other_makers_get_a_sentence(text, maker):
-    with pytest.raises(UserError, match=f"GPUs of {maker} are not supported") as error:
-        find_gpu(text)
-    assert error.value.code == 2
-
-
 def test_every_card_is_found_by_the_name_it_is_listed_under_and_by_its_drivers():
     for spec, size in [(gpu, size) for gpu in gpu_table().gpu for size in gpu.memory_gib]:
         several = len(spec.memory_gib) > 1
@@ -352,6 +347,15 @@ def test_processor_graphics_are_planned_in_a_machine_of_a_size():
     found = find_gpu("Strix Halo 128GB")
     assert (found.integrated, found.usable_bytes) == (True, 64 * GIB)
     assert gpu_spec(found).name == find_spec(found.name).name
+
+
+def test_an_apple_chip_lets_its_gpu_have_three_quarters_of_the_memory():
+    with pytest.raises(UserError, match="shares system memory"):
+        find_gpu("M4 Max")
+    found = find_gpu("M4 Max 64GB")
+    assert (found.vendor, found.integrated, found.usable_bytes) == ("apple", True, 48 * GIB)
+    assert gpu_spec(found).peak_flops("float32") is None
+    assert gpu_spec(find_gpu("M1 Max 32GB")).peak_flops("float32") == 10.4e12
 
 
 def test_a_misspelt_gpu_gets_its_neighbours():

@@ -14,6 +14,7 @@ from bloomery.hardware.telemetry import (
     CPU_DEVICE,
     AmdSmi,
     CpuSensors,
+    IntelSysfs,
     Nvml,
     SensorDevice,
     SensorReader,
@@ -25,6 +26,7 @@ from bloomery.hardware.telemetry import (
     sample,
     shared_power,
     throttle_reason,
+    unread_sensors,
 )
 
 CARD = SensorDevice(
@@ -341,3 +343,62 @@ def test_a_crash_in_a_library_costs_that_source_alone(tmp_path, told, monkeypatc
 def test_the_child_knows_no_torch_and_no_pydantic():
     code = "import sys, bloomery.hardware.telemetry; sys.exit(bool({'torch', 'pydantic'} & set(sys.modules)))"
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0
+
+
+ARC = SensorDevice(
+    index=0, vendor="intel", name="Arc B580", node="/dev/dri/renderD128", pci_address="0000:03:00.0"
+)
+
+
+def test_intels_power_is_its_energy_between_two_reads(tmp_path):
+    folder = tmp_path / "sys/class/drm/renderD128/device"
+    sensors = {
+        "temp2_label": "pkg",
+        "temp2_input": "71000",
+        "temp3_label": "vram",
+        "temp3_input": "84000",
+    }
+    energies = {"energy1_label": "card", "energy1_input": "5000000", "energy2_label": "pkg"}
+    files(
+        folder / "hwmon/hwmon4", **sensors, **energies, energy2_input="3000000", temp2_crit="100000"
+    )
+    files(folder / "tile0/gt0/freq0", act_freq="2850")
+    files(folder / "tile0/gt1/freq0", act_freq="1200")
+    throttle = folder / "tile0/gt0/freq0/throttle"
+    files(throttle, status="1", reason_pl1="1", reason_thermal="1", reason_prochot="1")
+    now = iter((10.0, 15.0))
+    source = IntelSysfs(tmp_path, clock=lambda: next(now))
+    (first,) = sample([ARC], [source])
+    assert first == SensorReading(
+        device=0,
+        name="Arc B580",
+        source="xe",
+        temperature=71.0,
+        critical=100.0,
+        clock_mhz=2850.0,
+        throttled="temperature",
+    )
+    files(folder / "hwmon/hwmon4", energy1_input="805000000")
+    (second,) = sample([ARC], [source])
+    assert second.power == 160.0
+    assert unread_sensors([ARC]) == "utilization and memory in use of Arc B580 cannot be read"
+    assert unread_sensors([CARD]) == ""
+
+
+def test_i915_has_its_files_below_the_card_and_two_stacks_share_a_sensor(tmp_path):
+    folder = tmp_path / "sys/bus/pci/devices/0000:03:00.0"
+    files(folder / "hwmon/hwmon4", energy1_input="1000000")
+    files(folder / "drm/card1/gt/gt0", rps_act_freq_mhz="2100", throttle_reason_pl1="1")
+    stacks = [SensorDevice(index=i, vendor="intel", pci_address="0000:03:00.0") for i in (0, 1)]
+    now = iter((1.0, 1.0, 2.0, 2.0))
+    source = IntelSysfs(tmp_path, clock=lambda: next(now))
+    list(source.read(stacks))
+    files(folder / "hwmon/hwmon4", energy1_input="301000000")
+    first, second = source.read(stacks)
+    assert (first.power, first.shared_with, first.clock_mhz, first.throttled) == (
+        300.0,
+        None,
+        2100,
+        "",
+    )
+    assert (second.power, second.shared_with) == (None, 0)

@@ -30,6 +30,9 @@ PYTHON = (3, 12)
         ("gfx900", "torch==2.13.0", PYTORCH_INDEX + "cpu"),
         ("gfx803", "torch==2.13.0", PYTORCH_INDEX + "cpu"),
         ("sm_90", "torch==2.13.0", None),
+        ("xe-hpg", "torch==2.13.0+xpu", PYTORCH_INDEX + "xpu"),
+        ("xe2-hpg", "torch==2.13.0+xpu", PYTORCH_INDEX + "xpu"),
+        ("xe-hpc", "torch==2.13.0+xpu", PYTORCH_INDEX + "xpu"),
         ("sm_70", "torch==2.13.0+cu126", PYTORCH_INDEX + "cu126"),
         (None, "torch==2.13.0", PYTORCH_INDEX + "cpu"),
     ],
@@ -86,6 +89,8 @@ def test_amd_on_windows_takes_amds_wheels():
 def test_arm_and_strange_pythons_fall_back_to_the_cpu_and_say_why():
     assert "aarch64" in torch_builds("gfx1100", python=PYTHON, cpu_arch="aarch64")[0].reason
     assert "3.15" in torch_builds("gfx1100", python=(3, 15))[0].reason
+    assert "aarch64" in torch_builds("xe2-hpg", python=PYTHON, cpu_arch="aarch64")[0].reason
+    assert "3.15" in torch_builds("xe2-hpg", python=(3, 15))[0].reason
 
 
 def test_an_old_nvidia_driver_takes_cuda_12():
@@ -105,6 +110,9 @@ def test_what_is_installed_is_judged_by_its_kernels():
     assert "not a ROCm build" in str(
         fits("gfx1031", torch="2.13.0+cu130", hip=None, cuda="13.0", kernels=["sm_80"])
     )
+    sycl = {"torch": "2.13.0+xpu", "hip": None, "cuda": None, "kernels": []}
+    assert fits("xe2-hpg", **sycl, xpu="20250302") is None
+    assert "not an XPU build" in str(fits("xe2-hpg", **sycl))
     assert fits(None, torch="2.13.0", hip=None, cuda=None, kernels=[]) is None
     assert "older" in str(fits(None, torch="2.6.0", hip=None, cuda=None, kernels=[]))
 

@@ -18,6 +18,7 @@ from bloomery.core.child import output_of
 from bloomery.core.units import MIB
 from bloomery.hardware.cpu_check import with_known_check
 from bloomery.hardware.detect_software import below, read_software
+from bloomery.hardware.intel import read_intel
 from bloomery.hardware.kfd import file_text, masked_gpus, read_kfd, whole_number
 from bloomery.hardware.machine import (
     Accelerator,
@@ -164,6 +165,7 @@ def read_driver(root: Path) -> Driver:
         blacklisted=blacklisted or (f"{boot[0]} in /proc/cmdline" if boot else ""),
         boot=" ".join(BOOT_WORDS.findall(command_line)),
         rocm=system_rocm(root),
+        level_zero=level_zero(root),
         numa_balancing=balancing != "0" if balancing else None,
     )
 
@@ -182,6 +184,15 @@ def system_rocm(root: Path) -> str:
     )
     texts += [".".join(library.name.partition(".so.")[2].split(".")[:2]) for library in libraries]
     return newest(texts)
+
+
+def level_zero(root: Path) -> str:
+    """The version of Intel's driver for Level Zero in user space, by the name of its library; empty without one."""
+    libraries = (
+        file for folder in LIBRARY_FOLDERS for file in (root / folder).glob("libze_intel_gpu.so.*")
+    )
+    names = [library.name.partition(".so.")[2] for library in libraries]
+    return newest(names) or next(iter(sorted(names)), "")
 
 
 def newest(versions: Iterable[str]) -> str:
@@ -338,6 +349,30 @@ def parse_nvidia_smi(text: str, *, start: int = 0) -> Iterator[Accelerator]:
         )
 
 
+def intel_accelerators(
+    root: Path, access: dict[str, Opening], *, start: int
+) -> tuple[Accelerator, ...]:
+    """Intel's GPUs with a driver, in the order of their addresses. `access`: of the render nodes.
+
+    What is in use of their memory no file tells.
+    """
+    gpus = [gpu for gpu in read_intel(root / "sys") if gpu.node]
+    return tuple(
+        Accelerator(
+            index=start + number,
+            vendor="intel",
+            name=gpu.name,
+            arch=gpu.arch,
+            memory_bytes=gpu.memory_bytes,
+            node=gpu.node,
+            access=access.get(gpu.node),
+            pci_address=gpu.pci_address,
+            device_id=gpu.device_id,
+        )
+        for number, gpu in enumerate(gpus)
+    )
+
+
 def display_devices(root: Path) -> tuple[Display, ...]:
     """Display and accelerator devices of the PCI bus, with or without a driver."""
     displays = []
@@ -463,11 +498,13 @@ def detect(*, root: Path = Path("/"), folder: Path | None = None) -> Machine:
     amd = amd_accelerators(root, nodes)
     host = read_host(root, folder or Path.cwd(), access)
     # An integrated GPU whose driver reports no memory (GB10: "[N/A]") shares all memory of the machine.
+    nvidia = nvidia_accelerators(root, start=len(amd))
+    intel = intel_accelerators(root, nodes, start=len(amd) + len(nvidia))
     devices = tuple(
         device.model_copy(update={"gtt_bytes": host.memory_bytes})
         if device.integrated and not device.usable_bytes
         else device
-        for device in (*amd, *nvidia_accelerators(root, start=len(amd)))
+        for device in (*amd, *nvidia, *intel)
     )
     machine = Machine(accelerators=devices, host=host, software=read_software(root))
     return with_known_check(with_cached_probes(machine)) if root == Path("/") else machine

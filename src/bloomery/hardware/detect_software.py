@@ -18,12 +18,12 @@ from bloomery.hardware.machine import (
     ShellSetting,
     Software,
 )
-from bloomery.hardware.vendors import TRITONS, VENDORS, Build
+from bloomery.hardware.vendors import ORDERS, TRITONS, VENDORS, Build
 
 ENVIRONMENT = (
     "HSA_OVERRIDE_GFX_VERSION",
     *MASKS,
-    "CUDA_DEVICE_ORDER",
+    *ORDERS,
     "PYTORCH_ALLOC_CONF",
     "PYTORCH_HIP_ALLOC_CONF",
     "PYTORCH_CUDA_ALLOC_CONF",
@@ -67,7 +67,7 @@ ENVIRONMENT = (
 ENVIRONMENT_PREFIXES = ("NCCL_", "RCCL_", "TORCH_NCCL_")
 # Related distributions by name; others that require torch are found by their metadata.
 COMPANIONS = re.compile(
-    r"(?:torch(?:vision|audio|ao|tune)?|triton(?:-rocm)?|pytorch-triton(?:-rocm)?|flash-attn|bitsandbytes|xformers"
+    r"(?:torch(?:vision|audio|ao|tune)?|triton(?:-rocm|-xpu)?|pytorch-triton(?:-rocm|-xpu)?|flash-attn|bitsandbytes|xformers"
     r"|liger-kernel|amdsmi|nvidia-ml-py|rocm|rocm-sdk-.+|amd-torch-device-.+)"
 )
 REQUIRES_TORCH = re.compile(
@@ -117,6 +117,7 @@ def read_software(root: Path) -> Software:
         environment=environment,
         hip=values.get("hip", ""),
         cuda=values.get("cuda", ""),
+        xpu=values.get("xpu", ""),
         prefix=_short(Path(sys.prefix)),
         torch_folder=_short(table.parent) if table else "",
         packages=packages,

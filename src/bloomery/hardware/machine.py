@@ -81,6 +81,8 @@ class Driver(Frozen):
     blacklisted: str = ""  # the file that blacklists amdgpu
     boot: str = ""  # relevant parameters of /proc/cmdline: iommu=, amd_iommu=, nomodeset
     rocm: str = ""  # of the system, 6.4.0; PyTorch wheels include their own
+    # Intel's driver for Level Zero in user space, 1.3.29735, which no wheel includes; None: not looked for.
+    level_zero: str | None = None
     numa_balancing: bool | None = None
 
     @property
@@ -168,6 +170,7 @@ class Software(Frozen):
     environment: dict[str, str] = {}  # relevant variables, such as HSA_OVERRIDE_GFX_VERSION
     hip: str = ""  # the ROCm that torch was built for, 7.2.53211; empty: none
     cuda: str = ""  # the CUDA that torch was built for, 13.0
+    xpu: str = ""  # the SYCL compiler that torch was built with, 20250301
     prefix: str = ""  # of the Python environment, the home folder as ~
     # The folder of torch. Outside of `prefix` it is the torch of a cluster or a container.
     torch_folder: str = ""
@@ -178,7 +181,7 @@ class Software(Frozen):
     @property
     def runtimes(self) -> dict[str, str]:
         """That torch was built for, as `Calibration` names them."""
-        return {"rocm": self.hip, "cuda": self.cuda}
+        return {"rocm": self.hip, "cuda": self.cuda, "xpu": self.xpu}
 
 
 class Machine(Frozen):
@@ -202,8 +205,6 @@ def read_machine(path: Path) -> Machine:
 
 
 MASKS = tuple(dict.fromkeys(mask for vendor in VENDORS.values() for mask in vendor.masks))
-# PCI_BUS_ID: the order of nvidia-smi; unset: the fastest GPU first
-CUDA_ORDER = "CUDA_DEVICE_ORDER"
 
 
 def visible_devices(machine: Machine) -> tuple[Accelerator, ...]:

@@ -12,7 +12,6 @@ from bloomery.core import Choice
 from bloomery.core.device import can
 from bloomery.core.files import private_folder, temporary_cache
 from bloomery.hardware.machine import (
-    CUDA_ORDER,
     MASKS,
     Accelerator,
     Access,
@@ -24,7 +23,7 @@ from bloomery.hardware.machine import (
     visible_devices,
 )
 from bloomery.hardware.specs import ArchSpec, CpuSpec, GpuSpec, arch_spec, cpu_spec, gpu_spec
-from bloomery.hardware.vendors import VENDORS, Build
+from bloomery.hardware.vendors import ORDERS, VENDORS, Build
 from bloomery.hardware.wheels import DEFAULT_TORCH, TorchBuild, series, torch_builds, triton_of
 
 MEMORY_SHARE = 0.92  # of GPU memory: above it a ROCm driver can hang before PyTorch raises
@@ -32,7 +31,6 @@ MEMORY_SHARE = 0.92  # of GPU memory: above it a ROCm driver can hang before PyT
 SHARED_MEMORY_SHARE = 0.85
 HIP_ALLOCATOR = "garbage_collection_threshold:0.8,max_split_size_mb:512"
 CUDA_ALLOCATOR = "expandable_segments:True"
-BUS_ORDER = "PCI_BUS_ID"  # of CUDA_DEVICE_ORDER: that of nvidia-smi
 ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 # Not MIOpen's folders: language models have no convolutions.
 TRITON_CACHE = "TRITON_CACHE_DIR"
@@ -85,8 +83,7 @@ def build_profile(machine: Machine) -> Profile:
 
     def set_by_user(name: str) -> tuple[str, ...]:
         """The user's variables that have the same effect as `name`."""
-        # CUDA does not read AMD's masks
-        masks = VENDORS["amd"].masks if name == "HIP_VISIBLE_DEVICES" else (name,)
+        masks = next((facts.masks for facts in VENDORS.values() if facts.mask == name), (name,))
         return tuple(
             variable
             for variable in (ALLOCATORS if name in ALLOCATORS else masks)
@@ -173,12 +170,9 @@ def choose_device(machine: Machine) -> tuple[Accelerator | None, Choice[str]]:
     reason = ""
     if len(usable) > 1 and (mask := mask_of(machine, best.vendor)):
         reason = f", the first GPU of {mask}={machine.software.environment[mask]}"
-        ordered = (
-            best.vendor == "amd"
-            or CUDA_ORDER in machine.software.environment
-            or _same_model(usable)
-        )
-        reason += "" if ordered else f" with {CUDA_ORDER}={BUS_ORDER}, which is not set"
+        order = VENDORS[best.vendor].order
+        if order and order[0] not in machine.software.environment and not _same_model(usable):
+            reason += f" with {order[0]}={order[1]}, which is not set"
     elif len(usable) > 1 and _same_model(usable):
         reason = f", the first of {len(usable)} GPUs of the same model"
     elif len(usable) > 1:
@@ -204,15 +198,16 @@ def hidden_integrated(machine: Machine, device: Accelerator) -> tuple[Accelerato
     """
     if device.integrated or mask_of(machine, device.vendor):
         return ()
-    if device.vendor == "nvidia" and not _counts_by_bus(machine):
+    if not _counts_by_bus(machine, device):
         return ()
     shown = (*machine.hidden_integrated, *machine.accelerators)
     return tuple(peer for peer in shown if peer.vendor == device.vendor and peer.integrated)
 
 
-def _counts_by_bus(machine: Machine) -> bool:
-    """Whether CUDA_DEVICE_ORDER is PCI_BUS_ID, or can be set to it."""
-    return machine.software.environment.get(CUDA_ORDER, BUS_ORDER) == BUS_ORDER
+def _counts_by_bus(machine: Machine, device: Accelerator) -> bool:
+    """Whether the runtime of its vendor counts GPUs as they were found, or can be made to."""
+    order = VENDORS[device.vendor].order
+    return order is None or machine.software.environment.get(*order) == order[1]
 
 
 def training_peers(machine: Machine, device: Accelerator) -> list[Accelerator]:
@@ -232,13 +227,8 @@ def mask_without_integrated(machine: Machine, device: Accelerator) -> dict[str, 
     numbers = ",".join(
         str(runtime_number(machine, peer)) for peer in training_peers(machine, device)
     )
-    order = {CUDA_ORDER: BUS_ORDER} if device.vendor == "nvidia" else {}
-    return order | {_mask_variable(device): numbers}
-
-
-def _mask_variable(device: Accelerator) -> str:
-    """The variable that selects GPUs of the vendor of `device`. ROCR_VISIBLE_DEVICES would renumber them."""
-    return "HIP_VISIBLE_DEVICES" if device.vendor == "amd" else "CUDA_VISIBLE_DEVICES"
+    facts = VENDORS[device.vendor]
+    return dict([facts.order] if facts.order else []) | {facts.mask: numbers}
 
 
 def _best(devices: Sequence[Accelerator]) -> Accelerator:
@@ -494,14 +484,14 @@ def _mask(machine: Machine, device: Accelerator) -> list[_Setting]:
     elif hidden_gpus and len(peers) == 1:
         reason = "the discrete GPU alone: PyTorch uses the first visible one"
     shown_gpus = peers if several else [best]
-    name = _mask_variable(device)
+    facts = VENDORS[device.vendor]
     mask = _Setting(
-        name, ",".join(str(runtime_number(machine, peer)) for peer in shown_gpus), reason
+        facts.mask, ",".join(str(runtime_number(machine, peer)) for peer in shown_gpus), reason
     )
-    if device.vendor == "amd" or user_mask:
+    if facts.order is None or user_mask:
         return [mask]
-    order = _Setting(CUDA_ORDER, BUS_ORDER, "numbers GPUs as nvidia-smi does")
-    return [order, mask] if _counts_by_bus(machine) else [order]
+    order = _Setting(*facts.order, "numbers GPUs as nvidia-smi does")
+    return [order, mask] if _counts_by_bus(machine, device) else [order]
 
 
 def best_device(machine: Machine) -> Accelerator | None:
@@ -556,7 +546,7 @@ def with_gpu(machine: Machine, device: Accelerator) -> Machine:
         torch=version[1] if version else None,
         build=_build_for(device),
         triton=triton_of(version[1]) if version else None,
-        environment={name: value for name, value in variables if name not in (*MASKS, CUDA_ORDER)},
+        environment={name: value for name, value in variables if name not in (*MASKS, *ORDERS)},
     )
     # What this process may open is known of other GPUs, not of this one.
     host = machine.host.model_copy(update={"access": Access()})

@@ -14,13 +14,13 @@ from bloomery.core.errors import UserError
 from bloomery.core.text import closest
 from bloomery.core.units import GIB, MIB
 from bloomery.hardware.machine import Accelerator, Host
-from bloomery.hardware.vendors import Vendor
+from bloomery.hardware.vendors import VENDORS, Vendor
 from bloomery.hardware.wheels import series, torch_with_triton
 
-# The share of system memory available to an integrated GPU unless amdgpu.gttsize or ttm.pages_limit are set.
-SHARED_PART = 0.5
 LARGEST_NODE = 1024  # GPUs
-PRODUCT_LINES = "(NVIDIA|AMD|GeForce|Instinct|Tesla|Radeon)"  # that names of GPUs begin with
+PRODUCT_LINES = (
+    "(NVIDIA|AMD|Intel|Apple|GeForce|Instinct|Tesla|Radeon)"  # that names of GPUs begin with
+)
 
 
 class TableEntry(BaseModel, frozen=True, extra="forbid"):
@@ -39,6 +39,7 @@ class ArchSpec(TableEntry):
     wave_size: int
     lds_kib: int
     bf16: Literal["full", "half", "none"]
+    float64: bool = True  # whether it computes in it at all
     fp8: Literal["fnuz", "ocp", "none"] = "none"
     matrix_units: str  # empty: none
     fused_attention: Literal["yes", "experimental", "none"]
@@ -112,13 +113,19 @@ class GpuSpec(TableEntry):
     achievable_tflops: dict[str, float] = {}
     board_watts: float | None = Field(None, alias="watts")
     dies_per_board: int = 1  # the operating system exposes each die as a device
+    # Device IDs of the PCI bus, where the driver does not name the product.
+    pci_ids: tuple[int, ...] = Field((), alias="pci")
     link: str
     sources: dict[str, str]  # figure -> keys of the table's sources
 
     @property
     def short_name(self) -> str:
         """The name without vendor and family; `find_gpu` accepts it."""
-        text = re.sub(r"^(?:GeForce|Radeon(?= RX| PRO| Pro| AI)|Instinct|Tesla) ", "", self.name)
+        text = re.sub(
+            r"^(?:GeForce|Radeon(?= RX| PRO| Pro| AI)|Instinct|Tesla|Data Center GPU) ",
+            "",
+            self.name,
+        )
         text = re.sub(r" \(Ryzen [^)]*\)", "", text)
         return (
             text.replace("with Max-Q Design", "Max-Q")
@@ -250,17 +257,6 @@ def find_gpu(text: str) -> Accelerator:
 
     Raises UserError for a name that is not listed or that matches several devices.
     """
-    name = text.strip().lower()
-    apple = re.fullmatch(
-        r"(?:apple\s*)?m[1-9](?:\s*(?:pro|max|ultra))?(?:\s+\d+\s*gb)?|.*\b(?:apple|macbook|mps)\b.*",
-        name,
-    )
-    intel = re.fullmatch(r"(?:intel\s+)?(?:arc\b.*|iris\b.*|data cent.*max.*)|.*\bintel\b.*", name)
-    if vendor := "Apple" if apple else "Intel" if intel else "":
-        fix = "pass a GPU of AMD or NVIDIA, or omit --gpu: Bloomery trains on the CPU"
-        raise UserError(
-            f"GPUs of {vendor} are not supported: {text!r}", where="--gpu", fix=fix, code=2
-        )
     match = re.fullmatch(r"\s*(.*?)[\s,_-]+(\d+)\s*(?:gib|gb|g)\s*", text, re.IGNORECASE)
     product, size = (match[1], int(match[2])) if match else (text, None)
     specs = _matching(text)  # a memory size can be part of a product's name, A100 80GB
@@ -357,9 +353,9 @@ def _matching(text: str) -> list[GpuSpec]:
     return []
 
 
-_LINES = {"rtx", "gtx", "rx", "pro"}
+_LINES = {"rtx", "gtx", "rx", "pro", "arc"}
 _VENDORS = re.compile(
-    r"\((?:tm|r)\)|\b(?:amd|nvidia|radeon|instinct|geforce|tesla|graphics|gpu|generation|design|with)\b"
+    r"\((?:tm|r)\)|\b(?:amd|nvidia|intel|apple|radeon|instinct|geforce|tesla|graphics|gpu|generation|design|with)\b"
 )
 _SUPER = re.compile(r"\b((?:rtx\s*)?[24]0[678]0\s*(?:ti)?)\s*s\b")
 
@@ -378,7 +374,7 @@ def _installed(spec: GpuSpec, size: int | None, text: str) -> Accelerator:
         if size is None:
             problem = f"{spec.name} shares system memory: its size is required"
             raise UserError(problem, where="--gpu", fix=f'--gpu "{text} 32GB"', code=2)
-        shared = int(size * GIB * SHARED_PART)
+        shared = int(size * GIB * VENDORS[facts.vendor].shared_part)
         return Accelerator(
             index=0,
             vendor=facts.vendor,
@@ -403,7 +399,9 @@ def _installed(spec: GpuSpec, size: int | None, text: str) -> Accelerator:
 def _key(name: str) -> str:
     """A product's name without vendor, family and punctuation: "AMD Radeon RX 6700 XT" -> rx6700xt."""
     text = re.sub(
-        r"\((?:tm|r)\)|\b(?:amd|nvidia|radeon|instinct|geforce|tesla|graphics)\b", " ", name.lower()
+        r"\((?:tm|r)\)|\b(?:amd|nvidia|intel|apple|radeon|instinct|geforce|tesla|graphics)\b",
+        " ",
+        name.lower(),
     )
     return re.sub("[^a-z0-9]", "", text)
 

@@ -42,7 +42,7 @@ class SensorDevice:
     """An accelerator and the paths to its sensors."""
 
     index: int
-    vendor: str  # amd, nvidia
+    vendor: str  # amd, nvidia, intel
     name: str = ""
     node: str = ""  # /dev/dri/renderD128
     pci_address: str = ""  # 0000:03:00.0
@@ -70,7 +70,7 @@ class SensorReading:
 
     device: int  # index of the accelerator, or CPU_DEVICE
     name: str = ""
-    source: str = ""  # sysfs, amdsmi, nvml, proc
+    source: str = ""  # sysfs, amdsmi, nvml, xe, proc
     utilization: float | None = None  # percent
     memory_gib: float | None = None  # used by all processes
     memory_total_gib: float | None = None
@@ -166,17 +166,18 @@ class Sysfs:
 
     def read(self, devices: Sequence[SensorDevice]) -> Iterator[SensorReading]:
         for device in devices:
-            folder = self._folder(device)
+            folder = pci_folder(self._root, device)
             if device.vendor == "amd" and folder is not None:
                 yield read_amdgpu(folder, device)
 
-    def _folder(self, device: SensorDevice) -> Path | None:
-        """The folder of the PCI device, by its render node or address; never by a number, which masks change."""
-        by_node = self._root / "sys/class/drm" / Path(device.node).name / "device"
-        by_address = self._root / "sys/bus/pci/devices" / device.pci_address
-        if device.node and by_node.is_dir():
-            return by_node
-        return by_address if device.pci_address and by_address.is_dir() else None
+
+def pci_folder(root: Path, device: SensorDevice) -> Path | None:
+    """The folder of the PCI device, by its render node or address; never by a number, which masks change."""
+    by_node = root / "sys/class/drm" / Path(device.node).name / "device"
+    by_address = root / "sys/bus/pci/devices" / device.pci_address
+    if device.node and by_node.is_dir():
+        return by_node
+    return by_address if device.pci_address and by_address.is_dir() else None
 
 
 def read_amdgpu(folder: Path, device: SensorDevice) -> SensorReading:
@@ -227,6 +228,112 @@ def throttle_reason(metrics: bytes) -> str | None:
     if bits == 0xFFFF_FFFF_FFFF_FFFF:
         return None
     return ", ".join(name for name, first_bit in THROTTLE_KINDS if bits >> first_bit & 0xFFFF)
+
+
+# linux, xe_gt_throttle.c and i915's gt/sysfs: each reason is a file of 0 or 1. Power limits (pl1, pl2, pl4) are left
+# out: a GPU reaches them at full load.
+INTEL_REASONS = {
+    "thermal": "temperature",
+    "prochot": "temperature",
+    "vr_thermalert": "temperature",
+    "vr_tdc": "current limit",
+}
+# What no file of Intel's drivers has: `SensorReading` leaves it out.
+INTEL_UNREAD = "utilization and memory in use"
+
+
+def unread_sensors(devices: Sequence[SensorDevice]) -> str:
+    """What the files of these devices never tell, as a sentence; empty where nothing is missing."""
+    names = dict.fromkeys(device.name for device in devices if device.vendor == "intel")
+    return f"{INTEL_UNREAD} of {', '.join(names)} cannot be read" if names else ""
+
+
+@final
+class IntelSysfs:
+    """Intel's GPUs through the kernel's files: temperature, power, clock and throttling.
+
+    Sources: Documentation/ABI/testing/sysfs-driver-intel-xe-hwmon (labels `pkg`, `card`; temperatures since Linux 6.15)
+    and -i915-hwmon; xe_gt_freq.c. Power is energy between two reads, so that the first has none. Not run on this
+    hardware.
+    """
+
+    name = "xe"
+
+    def __init__(self, root: Path = Path("/"), clock: Callable[[], float] = time.monotonic) -> None:
+        self._root = root
+        self._clock = clock
+        self._energy: dict[int, tuple[float, float]] = {}  # by device: joules, and when
+
+    def read(self, devices: Sequence[SensorDevice]) -> Iterator[SensorReading]:
+        # The stacks of a board have one address and its sensors: those belong to the first.
+        first_of: dict[str, int] = {}
+        for device in devices:
+            folder = pci_folder(self._root, device)
+            if device.vendor != "intel" or folder is None:
+                continue
+            first = first_of.setdefault(device.pci_address or device.node, device.index)
+            reading = self._reading(folder, device)
+            if first != device.index:
+                reading = replace(reading, power=None, shared_with=first)
+            yield reading
+
+    def _reading(self, folder: Path, device: SensorDevice) -> SensorReading:
+        sensors = next(iter(sorted((folder / "hwmon").glob("hwmon*"))), folder / "hwmon")
+        # xe has a folder per tile and GT; i915 has one per GT below the card.
+        xe_folders = sorted(folder.glob("tile*/gt*/freq0"))
+        clocks = [_number(path / "act_freq") for path in xe_folders]
+        clocks += [
+            _number(path) for path in sorted(folder.glob("drm/card*/gt/gt*/rps_act_freq_mhz"))
+        ]
+        reasons = [
+            *(file for path in xe_folders for file in sorted(path.glob("throttle/reason_*"))),
+            *sorted(folder.glob("drm/card*/gt/gt*/throttle_reason_*")),
+        ]
+        return SensorReading(
+            device=device.index,
+            name=device.name,
+            source=self.name,
+            temperature=_labelled(sensors, "temp", ("pkg", ""), "input", 1e3),
+            critical=_labelled(sensors, "temp", ("pkg", ""), "crit", 1e3),
+            power=self._power(sensors, device.index),
+            clock_mhz=max((clock for clock in clocks if clock is not None), default=None),
+            throttled=_intel_throttling(reasons),
+        )
+
+    def _power(self, sensors: Path, device: int) -> float | None:
+        joules = _labelled(sensors, "energy", ("card", "pkg", ""), "input", 1e6)
+        if joules is None:
+            return None
+        now = self._clock()
+        previous = self._energy.get(device)
+        self._energy[device] = (joules, now)
+        if previous is None or joules < previous[0] or now <= previous[1]:
+            return None  # the first read, or the counter restarted
+        return (joules - previous[0]) / (now - previous[1])
+
+
+def _labelled(
+    sensors: Path, kind: str, labels: Sequence[str], figure: str, unit: float
+) -> float | None:
+    """The figure of the sensor of a kind with the first of these labels that is there; "": the first sensor."""
+    by_label = {
+        file_text(path).strip(): path.name.removesuffix("_label")
+        for path in sorted(sensors.glob(f"{kind}*_label"))
+    }
+    for label in labels:
+        name = by_label.get(label) if label else f"{kind}1"
+        value = _number(sensors / f"{name}_{figure}", unit) if name else None
+        if value is not None:
+            return value
+    return None
+
+
+def _intel_throttling(reasons: Sequence[Path]) -> str | None:
+    """None where the driver has no such files."""
+    if not reasons:
+        return None
+    names = [path.name.partition("reason_")[2] for path in reasons if _number(path)]
+    return ", ".join(dict.fromkeys(INTEL_REASONS[name] for name in names if name in INTEL_REASONS))
 
 
 @final
@@ -533,10 +640,18 @@ def main() -> None:
     devices = [SensorDevice(**values) for values in job["devices"]]
     root = Path(job["root"])
     # For each vendor the fastest and safest source comes first.
+    by_vendor: dict[str, list[SensorSource]] = {
+        "amd": [Sysfs(root), AmdSmi()],
+        "nvidia": [Nvml()],
+        "intel": [IntelSysfs(root)],
+    }
     vendors = {device.vendor for device in devices}
-    amd: list[SensorSource] = [Sysfs(root), AmdSmi()] if "amd" in vendors else []
-    nvidia: list[SensorSource] = [Nvml()] if "nvidia" in vendors else []
-    sources = [source for source in (*amd, *nvidia) if source.name not in job["without"]]
+    sources = [
+        source
+        for vendor, sources_of_vendor in by_vendor.items()
+        for source in sources_of_vendor
+        if vendor in vendors and source.name not in job["without"]
+    ]
     cpu = None if CpuSensors.name in job["without"] else CpuSensors(root, job["cpu_name"])
     for _ in requests(job):
         readings = sample(devices, sources, trying=lambda name: reply(job, {"trying": name}))

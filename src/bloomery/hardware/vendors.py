@@ -20,10 +20,22 @@ class VendorFacts:
     version: str  # the field of torch.version that only its builds have
     runtime: str
     masks: tuple[str, ...]  # variables that hide devices, in the order in which they apply
+    mask: str  # the one of them that Bloomery sets
     # Bytes that the contexts of its collective library take: the first process group's, and each further one's.
     first_context: float
     next_context: float
-    is_detected: bool = True  # `hardware.detect` finds its GPUs
+    # Of a GPU that shares the machine's memory: the share of it that the driver lets the GPU use by default (AMD's:
+    # unless amdgpu.gttsize or ttm.pages_limit are set).
+    shared_part: float = 0.5
+    pci_vendor: int | None = None  # on the PCI bus
+    # Modules of the kernel; each process opens the render node of a GPU by itself, so that it needs the right to.
+    drivers: tuple[str, ...] = ()
+    opens_render_node: bool = False
+    # The variable for the order in which the runtime counts GPUs, which is otherwise the fastest first, and its value
+    # for the order of the PCI bus, in which they are found.
+    order: tuple[str, str] | None = None
+    # What is missing, so that its GPUs are planned for and neither found nor trained on; empty: they are trained on.
+    missing: str = ""
 
 
 # Not GPU_DEVICE_ORDINAL, which Slurm also sets: AMD's runtime uses it for OpenCL only (CLR, rocdevice.cpp).
@@ -36,8 +48,12 @@ VENDORS: dict[Vendor, VendorFacts] = {
         version="hip",
         runtime="HIP",
         masks=AMD_MASKS,
+        mask="HIP_VISIBLE_DEVICES",  # ROCR_VISIBLE_DEVICES would renumber them
         first_context=0.95 * GIB,  # measured on MI250X
         next_context=0.65 * GIB,
+        pci_vendor=0x1002,
+        drivers=("amdgpu",),
+        opens_render_node=True,
     ),
     "nvidia": VendorFacts(
         name="NVIDIA",
@@ -46,8 +62,12 @@ VENDORS: dict[Vendor, VendorFacts] = {
         version="cuda",
         runtime="CUDA",
         masks=("CUDA_VISIBLE_DEVICES",),
+        mask="CUDA_VISIBLE_DEVICES",
         first_context=1.5 * GIB,  # ml-engineering, of two ranks
         next_context=0.3 * GIB,
+        pci_vendor=0x10DE,
+        drivers=("nvidia",),
+        order=("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),
     ),
     "intel": VendorFacts(
         name="Intel",
@@ -56,9 +76,12 @@ VENDORS: dict[Vendor, VendorFacts] = {
         version="xpu",
         runtime="SYCL",
         masks=("ZE_AFFINITY_MASK",),
+        mask="ZE_AFFINITY_MASK",
         first_context=1.5 * GIB,  # not measured: as NVIDIA's
         next_context=0.3 * GIB,
-        is_detected=False,
+        pci_vendor=0x8086,
+        drivers=("xe", "i915"),  # xe also serves GPUs before Battlemage, where it is asked to
+        opens_render_node=True,
     ),
     "apple": VendorFacts(
         name="Apple",
@@ -67,14 +90,28 @@ VENDORS: dict[Vendor, VendorFacts] = {
         version="",
         runtime="Metal",
         masks=(),
+        mask="",
         first_context=0.0,  # one GPU, and nothing to exchange
         next_context=0.0,
-        is_detected=False,
+        # Of recommendedMaxWorkingSetSize, as reported: 17.8 of 24 GiB (sgl-project/sglang#29949), 107.5 of 128
+        # (antirez/ds4#893). iogpu.wired_limit_mb of sysctl changes it.
+        shared_part=0.75,
+        missing=(
+            "PyTorch has no float64 on MPS, which checks and sampling compute in; no pinned memory, which"
+            " offloading copies through; and no kernels for 4-bit weights (nf4)"
+        ),
     ),
 }
+ORDERS = tuple(facts.order[0] for facts in VENDORS.values() if facts.order)
 ASSUMED_VENDOR: Vendor = "amd"  # of a GPU that the tables do not list
 
-TRITONS = ("triton", "triton-rocm", "pytorch-triton-rocm")  # its packages
+TRITONS = (
+    "triton",
+    "triton-rocm",
+    "pytorch-triton-rocm",
+    "triton-xpu",
+    "pytorch-triton-xpu",
+)  # its packages
 
 # Variables that choose other kernels, or another architecture: results may differ with them.
 KERNEL_VARIABLES = (
@@ -88,7 +125,8 @@ KERNEL_VARIABLES = (
 
 # Regular expressions: a GPU's driver or runtime, its libraries, its collectives in an error message.
 DRIVER_ERROR = (
-    r"(HIP|CUDA) error|\b(hip|cuda)Error\w+|HSA_STATUS_ERROR|Memory access fault|AcceleratorError"
+    r"(HIP|CUDA) error|\b(hip|cuda)Error\w+|HSA_STATUS_ERROR|UR_RESULT_ERROR_\w+"
+    r"|Memory access fault|AcceleratorError"
 )
 LIBRARY_ERROR = r"\b(CUBLAS|HIPBLAS|ROCBLAS|CUDNN|MIOPEN)_STATUS_(?!ALLOC)|miopenStatus"
-COLLECTIVE_ERROR = r"(NCCL|RCCL) error"
+COLLECTIVE_ERROR = r"(NCCL|RCCL) error|oneCCL: .*error"

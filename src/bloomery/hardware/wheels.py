@@ -28,6 +28,7 @@ class WheelTable:
     """wheels.toml, whose comments describe the fields."""
 
     pytorch_rocm: dict[str, str]
+    pytorch_xpu: dict[str, str]
     triton: dict[str, str]
     pytorch_kernels: dict[str, str]
     not_from_pytorch: dict[str, str]
@@ -105,12 +106,16 @@ def torch_builds(
     ):
         lists = {key: tuple(documented[key]) for key in ("never", "before")}
         return [TorchBuild(**documented | lists)]
+    if arch is not None and arch.startswith("apple"):
+        return [TorchBuild(f"torch=={torch}", None, "PyTorch's wheel for macOS computes on Metal")]
     if arch is None or system == "Darwin":
         return [
             _cpu(torch, system, "no GPU found" if arch is None else "no macOS wheels for this GPU")
         ]
     if arch.startswith("sm_"):
         return [_cuda(arch, torch, driver)]
+    if arch in wheel_table().pytorch_xpu:
+        return [_xpu(arch, torch, python, system, cpu_arch)]
     if not (3, 10) <= python <= (3, 14):
         return [_cpu(torch, system, f"no ROCm wheels for Python {python[0]}.{python[1]}")]
     linux = system == "Linux" and cpu_arch == "x86_64"
@@ -221,6 +226,17 @@ def _cuda(arch: str, torch: str, driver: int | None) -> TorchBuild:
     )
 
 
+def _xpu(arch: str, torch: str, python: tuple[int, int], system: str, cpu_arch: str) -> TorchBuild:
+    """PyTorch's wheel with SYCL's runtime, which needs the GPU's driver for Level Zero beside it."""
+    if not (3, 10) <= python <= (3, 14):
+        return _cpu(torch, system, f"no XPU wheels for Python {python[0]}.{python[1]}")
+    if cpu_arch not in ("x86_64", "AMD64"):
+        return _cpu(torch, system, f"no XPU wheels for {cpu_arch}")
+    since = wheel_table().pytorch_xpu[arch]
+    reason = f"PyTorch's XPU wheels serve {arch} from {since} on; not run on this hardware"
+    return TorchBuild(f"torch=={torch}+xpu", PYTORCH_INDEX + "xpu", reason)
+
+
 def _cpu(torch: str, system: str, reason: str) -> TorchBuild:
     """On Linux the wheel on PyPI includes gigabytes of CUDA; PyTorch's own index has a small one."""
     return TorchBuild(
@@ -248,7 +264,13 @@ def series(version: str) -> tuple[int, int]:
 
 
 def fits(
-    arch: str | None, *, torch: str, hip: str | None, cuda: str | None, kernels: list[str]
+    arch: str | None,
+    *,
+    torch: str,
+    hip: str | None,
+    cuda: str | None,
+    kernels: list[str],
+    xpu: str | None = None,
 ) -> str | None:
     """None if an installed PyTorch supports this GPU (`kernels`: its `get_arch_list`), otherwise the reason."""
     if series(torch) < OLDEST_TORCH:
@@ -257,6 +279,8 @@ def fits(
         return None
     if arch.startswith("sm_"):
         return None if cuda else f"PyTorch {torch} is not a CUDA build"
+    if arch in wheel_table().pytorch_xpu:
+        return None if xpu else f"PyTorch {torch} is not an XPU build, the GPU is from Intel"
     if not hip:
         return f"PyTorch {torch} is not a ROCm build, the GPU is from AMD"
     archs = [kernel.split(":")[0] for kernel in kernels]

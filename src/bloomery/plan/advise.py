@@ -26,6 +26,7 @@ from bloomery.facts.optimizers import OPTIMIZERS
 from bloomery.hardware.doctor.settings import idle_settings
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile, build_profile
+from bloomery.hardware.vendors import VENDORS
 from bloomery.plan import mesh, unsupported
 from bloomery.plan.batch import SMALL_CHUNK, Measure
 from bloomery.plan.checkpoints import checkpoint_bytes, interval_text, kill_cost, planned_save
@@ -674,6 +675,7 @@ def warnings(
     if reason := unsupported.untrained(facts.config):
         yield f"planned, not trained: {reason}; `bloomery train` refuses this model"
     yield from facts.unrun
+    yield from _shared_memory(profile)
     yield from _claims(recipe, plan, verdicts)
     if recipe.train.min_steps is not None and plan.train.seconds is None:
         yield f"train.min_steps has no effect: train.{recipe.train.length_key} sets the length, not train.max_time"
@@ -723,6 +725,18 @@ def warnings(
     )
     device = profile.accelerator is not None
     yield from ineffective_settings(recipe, accelerator=device, precision=plan.train.precision)
+
+
+def _shared_memory(profile: Profile) -> Iterator[str]:
+    """Of a GPU that is planned for and not trained on: what is missing, and what its memory is."""
+    device = profile.accelerator
+    facts = None if device is None else VENDORS[device.vendor]
+    if device is None or facts is None or not facts.missing:
+        return
+    yield f"planned, not trained: {facts.missing}; `bloomery train` uses the CPU on such a machine"
+    if device.integrated:
+        share = f"about {facts.shared_part:.0%} of it, {device.usable_bytes / GIB:.0f} GiB"
+        yield f"unified memory: CPU and GPU have one, and the system lets the GPU use {share}"
 
 
 def _claims(recipe: Recipe, plan: RunPlan, verdicts: Sequence[Verdict]) -> Iterator[str]:

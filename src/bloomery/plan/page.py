@@ -29,7 +29,7 @@ from bloomery.hardware.profile import (
     hidden_integrated,
     with_gpu,
 )
-from bloomery.hardware.specs import SHARED_PART, GpuSpec, arch_spec, gpu_spec, gpu_table
+from bloomery.hardware.specs import GpuSpec, arch_spec, gpu_spec, gpu_table
 from bloomery.hardware.vendors import VENDORS
 from bloomery.plan.advise import energy_kwh, fit_of, span
 from bloomery.plan.checkpoints import interval_text
@@ -220,8 +220,10 @@ def device_lines(plan: RunPlan, profile: Profile, machine: Machine) -> list[str]
     ]
     if gpu is not None:
         dtype = profile.dtype.value
-        peak = (gpu.peak_flops(dtype) or 0) / 1e12
-        facts += [f"{gpu.bandwidth_gbs:,.0f} GB/s", f"{peak:,.1f} TFLOP/s {SHORT_NAMES[dtype]}"]
+        peak = gpu.peak_flops(dtype)
+        facts.append(f"{gpu.bandwidth_gbs:,.0f} GB/s")
+        rate = "no rate published" if peak is None else f"{peak / 1e12:,.1f} TFLOP/s"
+        facts.append(f"{rate} {SHORT_NAMES[dtype]}" if peak is not None else rate)
     facts[-1] += "" if arch is None else f", {arch.matrix_units or 'no matrix units'}"
     if mesh is None:
         return joined(facts)
@@ -395,7 +397,7 @@ def time_lines(report: PlanReport, profile: Profile) -> list[str]:
     gpu = profile.gpu
     if step is None:
         return [
-            "unknown: this device is not in the table, and no similar device's figures are used"
+            "unknown: the table has no rate of this device, and no similar device's figures are used"
         ]
     rate = step.inverse(plan.trained_tokens_per_step)
     ends = f"{two_digits(rate.low)} to {two_digits(rate.high)}"
@@ -871,7 +873,10 @@ def gpus_page(
     size = f" {best.memory_gib:.0f}GB" if len(best.spec.memory_gib) > 1 else ""
     name = best.name + size
     if not best.spec.memory_gib:  # integrated GPU: its name has the machine's memory
-        name = f"{best.spec.short_name} {best.memory_gib / SHARED_PART:.0f}GB"
+        facts = arch_spec(best.spec.arch)
+        assert facts is not None
+        machine_gib = best.memory_gib / VENDORS[facts.vendor].shared_part
+        name = f"{best.spec.short_name} {machine_gib:.0f}GB"
     command = f'bloomery plan {source} --gpu "{name}"{device_options}'
     return [*lines, *labelled("next", command, indent=LABEL, width=WIDTH)]
 

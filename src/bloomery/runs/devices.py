@@ -193,13 +193,14 @@ def _named(machine: Machine, name: str) -> Accelerator:
             if VENDORS[device.vendor].device_type == kind.type
             and (not colon or str(device.index) == number)
         ]
-    if matching:
+    makers = [vendor for vendor in VENDORS.values() if kind and vendor.device_type == kind.type]
+    untrained = next((vendor for vendor in makers if vendor.missing), None)
+    if matching and untrained is None:
         return matching[0]
 
     problem = f"no such device: {name!r}"
-    makers = [vendor for vendor in VENDORS.values() if kind and vendor.device_type == kind.type]
-    if makers and not any(vendor.is_detected for vendor in makers):
-        problem += f": Bloomery does not detect GPUs of {makers[0].name} yet"
+    if untrained is not None:
+        problem = f"Bloomery does not train on GPUs of {untrained.name}: {untrained.missing}"
     known_devices = (
         ", ".join(f"{device.index} ({device.name})" for device in machine.accelerators) or "none"
     )

@@ -20,6 +20,7 @@ from bloomery.hardware.telemetry import (
     SensorReading,
     device_name,
     sensor_devices,
+    unread_sensors,
 )
 from bloomery.monitor.events import DeviceStats, Event, EventLog, StepDone, Warned
 from bloomery.plan.types import RunPlan
@@ -257,8 +258,11 @@ def sensing(
     machine = read_machine(folder.machine)
     on_cpu = plan.train.device == "cpu"
     with EventLog(folder.events) as emit:
+        devices = [] if on_cpu else sensor_devices(machine)
+        if missing := unread_sensors(devices):
+            emit(Warned(reason=missing))
         reader = SensorReader(
-            [] if on_cpu else sensor_devices(machine),
+            devices,
             on_problem=lambda reason: emit(Warned(reason=f"{reason}; training continues without")),
             cpu_name=machine.host.cpu_name,
             root=root,

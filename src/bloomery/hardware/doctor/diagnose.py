@@ -13,14 +13,17 @@ from bloomery.core.units import GIB, format_bytes
 from bloomery.hardware.doctor import drivers, software
 from bloomery.hardware.doctor.symptoms import (
     NUMBER,
+    PCI_VENDORS,
     PROBE,
     Finding,
     Level,
     Rule,
     from_table,
+    is_gpu,
     match,
     vendors,
 )
+from bloomery.hardware.intel import INTEL_VENDOR, listed_products
 from bloomery.hardware.machine import Machine, hidden, runtime_number
 from bloomery.hardware.profile import (
     best_device,
@@ -32,8 +35,8 @@ from bloomery.hardware.profile import (
 from bloomery.hardware.specs import arch_spec
 from bloomery.hardware.vendors import VENDORS
 
-AMD = 0x1002
-NVIDIA = 0x10DE
+AMD = VENDORS["amd"].pci_vendor
+NVIDIA = VENDORS["nvidia"].pci_vendor
 SELINUX = ("fedora", "rhel", "centos", "rocky", "almalinux")
 
 
@@ -84,6 +87,34 @@ def driver(machine: Machine) -> Iterator[Finding]:
             address=nvidia[0].address,
             holder=nvidia[0].driver or "no driver",
         )
+    intel = [display for display in host.displays if display.vendor == INTEL_VENDOR]
+    unserved = [
+        display
+        for display in intel
+        if is_gpu(display) and display.driver not in VENDORS["intel"].drivers
+    ]
+    if unserved:
+        yield from_table(
+            "intel-driver-missing",
+            address=unserved[0].address,
+            name=listed_products()[unserved[0].device_id]["name"],
+            holder=unserved[0].driver or "no driver",
+            kernel=host.driver.kernel,
+        )
+
+
+def level_zero(machine: Machine) -> Iterator[Finding]:
+    """Intel's driver in user space, without which PyTorch lists no GPU."""
+    gpus = [device for device in machine.accelerators if device.vendor == "intel"]
+    if not gpus or machine.host.driver.level_zero != "":
+        return
+    name = machine.host.distribution.partition(" ")[0]
+    packages = {
+        "arch": "pacman -S level-zero-loader intel-compute-runtime",
+        "fedora": "dnf install intel-level-zero intel-compute-runtime",
+    }
+    command = packages.get(name, "apt install libze1 libze-intel-gpu1")
+    yield from_table("level-zero-missing", name=gpus[0].name, command=command)
 
 
 def _rebuild_and_reboot(target: Literal["initramfs", "grub"], distribution: str) -> str:
@@ -191,10 +222,11 @@ def groups(machine: Machine) -> Iterator[Finding]:
     nodes = [
         device.node
         for device in machine.accelerators
-        if device.access == "denied" and device.vendor == "amd"
+        if device.access == "denied" and VENDORS[device.vendor].opens_render_node
     ]
     if access.kfd != "denied" and not nodes:
         return
+    nodes = list(dict.fromkeys(nodes))
     closed_nodes = " and ".join([*(["/dev/kfd"] if access.kfd == "denied" else []), *nodes])
     group = access.kfd_group or "render"
     fields: dict[str, Any] = {
@@ -305,13 +337,15 @@ def slurm(machine: Machine) -> Iterator[Finding]:
 
 
 def no_gpu(machine: Machine) -> Iterator[Finding]:
-    """No GPU of AMD or NVIDIA: training works, on the CPU."""
+    """No GPU that is known: training works, on the CPU."""
     around = machine.host.around
     elsewhere = around.wsl or around.slurm or around.site or around.masked_gpus
     if (
         machine.accelerators
         or elsewhere
-        or any(d.vendor in (AMD, NVIDIA) for d in machine.host.displays)
+        or any(
+            display.vendor in PCI_VENDORS and is_gpu(display) for display in machine.host.displays
+        )
     ):
         return
     displays = ", ".join(
@@ -621,6 +655,7 @@ RULES: tuple[Rule, ...] = (
     silent_nvidia,
     hung,
     groups,
+    level_zero,
     wsl,
     slurm,
     hiding,

@@ -13,15 +13,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field
 
-from bloomery.hardware.machine import Machine
+from bloomery.hardware.intel import INTEL_VENDOR, listed_products
+from bloomery.hardware.machine import Display, Machine
 from bloomery.hardware.profile import best_device, fitting_builds, install
-from bloomery.hardware.vendors import Build, Vendor
+from bloomery.hardware.vendors import VENDORS, Build, Vendor
 
 Level = Literal["blocks", "slows", "note"]
 Stream = Literal["stderr", "exception", "dmesg", "any"]
 LONGEST_TEXT = 2_000_000  # the end of a log
 LONGEST_LINE = 2_000  # patterns are searched in this much of a line
-PCI_VENDORS = {0x1002: "amd", 0x10DE: "nvidia"}
+PCI_VENDORS = {facts.pci_vendor: vendor for vendor, facts in VENDORS.items() if facts.pci_vendor}
 PROBE = "bloomery doctor --probe"
 NUMBER = "{number}"  # in `fix`: replaced by the number of the finding in the list
 PIN = "pin torch"
@@ -262,9 +263,14 @@ def vendors(machine: Machine) -> frozenset[str]:
         | {
             PCI_VENDORS[display.vendor]
             for display in machine.host.displays
-            if display.vendor in PCI_VENDORS
+            if display.vendor in PCI_VENDORS and is_gpu(display)
         }
     )
+
+
+def is_gpu(display: Display) -> bool:
+    """Whether training could run on it: any of AMD and NVIDIA, of Intel's those that are listed."""
+    return display.vendor != INTEL_VENDOR or display.device_id in listed_products()
 
 
 def filled(step: str, machine: Machine | None) -> str:

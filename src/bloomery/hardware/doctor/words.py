@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from bloomery.core.units import GIB, format_bytes
 from bloomery.hardware.doctor.symptoms import Finding
 from bloomery.hardware.machine import Machine
-from bloomery.hardware.vendors import BUILD_NAMES
+from bloomery.hardware.vendors import BUILD_NAMES, VENDORS
 
 
 def findings_headline(findings: Sequence[Finding]) -> str:
@@ -59,8 +59,11 @@ def machine_facts(machine: Machine) -> Iterator[tuple[str, str]]:
             memory += f", {device.memory_used_bytes / GIB:.2f} GiB in use"
         kernel = ".".join(host.driver.kernel.split(".")[:2])
         driver = host.driver.nvidia and f"driver {host.driver.nvidia}"
-        if device.vendor == "amd":
-            driver = f"amdgpu, Linux {kernel}" if kernel else "amdgpu"
+        if device.vendor != "nvidia" and VENDORS[device.vendor].drivers:
+            # The display of the GPU names the driver that has it.
+            bound = {display.address: display.driver for display in host.displays}
+            name = bound.get(device.pci_address) or VENDORS[device.vendor].drivers[0]
+            driver = f"{name}, Linux {kernel}" if kernel else name
         text = " · ".join(filter(None, (device.name, device.arch, memory, driver)))
         numbers_by_text.setdefault(text, []).append(device.index)
     for text, numbers in numbers_by_text.items():
@@ -77,11 +80,12 @@ def machine_facts(machine: Machine) -> Iterator[tuple[str, str]]:
     text = f"{torch} · Python {software.python} · {software.prefix}".rstrip(" ·")
     yield "torch", text
 
-    # Device files with permissions of their own are AMD's; those in the same state share a part.
-    if not any(device.vendor == "amd" for device in machine.accelerators):
+    # Device files with permissions of their own; those in the same state share a part. AMD's GPUs have one in common.
+    if not any(VENDORS[device.vendor].opens_render_node for device in machine.accelerators):
         return
+    has_kfd = any(device.vendor == "amd" for device in machine.accelerators)
     nodes = {device.node: device.access for device in machine.accelerators if device.node}
-    state_by_file = {"/dev/kfd": host.access.kfd, **nodes}
+    state_by_file = {"/dev/kfd": host.access.kfd, **nodes} if has_kfd else nodes
     descriptions = {
         "open": "read-write",
         "denied": "permission denied",
