@@ -16,6 +16,7 @@ from bloomery.model.configs import build_config
 from bloomery.model.decoder import Decoder
 from bloomery.plan.advise import edited
 from bloomery.plan.estimate.rollouts import ROLLOUT_FRAGMENTATION
+from bloomery.plan.fallback import roomier
 from bloomery.plan.page import page
 from bloomery.plan.types import DatasetFacts
 from bloomery.recipe.load import load_recipe
@@ -194,6 +195,60 @@ def test_ranks_share_out_the_prompts():
     assert both.seconds["generation"].value == pytest.approx(
         alone.seconds["generation"].value, rel=0.3
     )
+
+
+@pytest.mark.parametrize(
+    ("gpu", "gpus", "fitting"),
+    [
+        ("T4", 2, set()),
+        ("RTX 4090", 4, {"replicate"}),
+        ("A100 80GB SXM", 2, {"replicate", "shard"}),
+    ],
+)
+def test_a_layout_fits_where_sampling_does_too(gpu, gpus, fitting):
+    """Shards sample with a whole copy of the weights beside their shards, and so need more than copies."""
+
+    def plan_of(*edits: str):
+        return planned(load_recipe("llama2-7b-rlhf", [*edits]), gpu_machine(gpu), gpus=gpus)
+
+    plan = plan_of()
+    layouts = plan.parallel.layouts
+    assert {layout.name for layout in layouts if layout.memory.fits} == fitting
+    for layout in layouts:
+        alone = plan_of(f"parallel.replicate={layout.replicate}", f"parallel.shard={layout.shard}")
+        moments = (alone.rollout.memory.total, alone.rollout.training_memory.total)
+        assert layout.memory.total == alone.memory.total == max(moments)
+    assert plan.fits == bool(fitting)
+    assert plan.parallel.reason.startswith("no layout fits") == (not fitting)
+
+
+@pytest.mark.parametrize("gpus", [1, 8])
+def test_packed_completions_are_computed_in_the_fastest_micro_batches(gpus):
+    """By what is computed once they are packed: the largest micro-batches would be half empty."""
+
+    def plan_of(*edits: str):
+        return planned(load_recipe("llama2-7b-rlhf", [*edits]), gpu_machine("MI300X"), gpus=gpus)
+
+    chosen = plan_of()
+    largest = plan_of(f"train.micro_batch_size={64 // gpus}")
+    assert largest.fits
+    assert largest.step_seconds.value > 1.1 * chosen.step_seconds.value
+    for size in (1, 2, 4, 8):
+        other = plan_of(f"train.micro_batch_size={size}")
+        assert chosen.step_seconds.value <= 1.01 * other.step_seconds.value
+
+
+def test_a_step_out_of_memory_gets_smaller_chunks_of_logits_also_where_sampling_needs_more():
+    wide = rl(
+        model=LARGE,
+        objective={"max_completion_length": 3000},
+        data={"sequence_length": 4096},
+        train={"batch_size": 64, "micro_batch_size": 1},
+    )
+    plan = planned(wide, gpu_machine("MI300X"), dataset=prompts(tokens=60, longest=80))
+    assert plan.memory == plan.rollout.memory
+    safer = roomier(plan, "out of memory")
+    assert safer.plan.model.score_chunk < plan.model.score_chunk
 
 
 def test_edits_of_a_run_that_does_not_fit_make_its_rollouts_smaller():

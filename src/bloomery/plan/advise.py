@@ -40,11 +40,13 @@ from bloomery.plan.learning_rates import far_rates
 from bloomery.plan.lengths import too_many_epochs
 from bloomery.plan.pipeline import bubble
 from bloomery.plan.resolve import resolve, step_shape
+from bloomery.plan.rollouts import RolloutMoments
 from bloomery.plan.types import (
     DatasetFacts,
     Estimate,
     Fit,
     MaxLength,
+    MemoryEstimate,
     PlanReport,
     RunPlan,
     Suggestion,
@@ -357,7 +359,7 @@ def _planned_step(
     profile: Profile,
     teacher: ModelConfig | None,
 ) -> tuple[StepShape, Measure, dict[str, Estimate] | None]:
-    """The step on one device, the memory of any step like it, and its seconds by operation."""
+    """The step on one device, the peak of a run of any steps like it, and its seconds by operation."""
     train = plan.train
     parallel = plan.parallel
     plain = step_shape(
@@ -379,8 +381,14 @@ def _planned_step(
         context=train.context,
     )
     estimator = StepEstimator.of(plan, machine, profile)
+    moments = RolloutMoments.of_plan(plan, step)
     if parallel is None:
-        return step, estimator.memory, estimator.step_parts(step, train.tokens_per_step)
+
+        def peak(other_step: StepShape) -> MemoryEstimate:
+            step_memory = estimator.memory(other_step)
+            return step_memory if moments is None else moments.peak(other_step, step_memory)
+
+        return step, peak, estimator.step_parts(step, train.tokens_per_step)
     layout = parallel.layout
     split = MeshSplit.of(layout)
     workload = mesh.MeshWorkload.of(
@@ -392,6 +400,7 @@ def _planned_step(
         nodes=parallel.nodes,
         assumed_network=parallel.assumed_network,
         limit=estimator.limit,
+        rollout_moments=moments,
     )
     sequences = layout.accumulation * layout.micro_batch_size  # of one rank
     return step, workload.memory(split), mesh.layout_parts(workload, split, step, sequences)

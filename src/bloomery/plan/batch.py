@@ -21,6 +21,8 @@ EPOCH_STEPS = 32  # at least, where the dataset allows: AdamW needs about three 
 CPU_TOKENS = 2048  # of a micro-batch: measured, larger ones are no faster and hold more
 SMALL_CHUNK = 1024  # tokens of a chunk of logits: matmuls are not faster in larger chunks
 ONE_CHUNK_SHARE = 0.8  # of the limit, under which all logits of a micro-batch may exist at once
+# Of the fastest micro-batch's time: the estimate does not tell two apart that differ by less.
+SAME_TIME = 1.01
 
 Measure = Callable[[StepShape], MemoryEstimate]
 StepSeconds = Callable[[StepShape], float | None]
@@ -137,9 +139,11 @@ def choose_micro_batching(
 ) -> MicroBatching:
     """The fastest micro-batch that fits, without activation checkpointing where possible; `step`: everything else.
 
-    `seconds`: of a whole step, None where the device's speed is unknown; then the largest micro-batch is taken, and of
-    equally fast ones, too. `any_divisor`: not powers of two alone, for a device's share of a step. When nothing fits,
-    the smallest is planned, and the plan does not fit. Raises UserError for a size that does not divide the step.
+    `measure`: the peak of the whole run, of which a step is one moment. `seconds`: of a whole step, None where the
+    device's speed is unknown; then the largest micro-batch is taken. Of those within SAME_TIME it is the largest one
+    whose memory surely fits, else the largest. `any_divisor`: not powers of two alone, for a device's
+    share of a step. When nothing fits, the smallest is planned, and the plan does not fit. Raises UserError for a size
+    that does not divide the step.
     """
     modes = (
         ["none", "full"]
@@ -180,12 +184,21 @@ def choose_micro_batching(
     known_seconds = [value for value in step_seconds if value is not None]
     slower = 0.0
     if len(known_seconds) == len(candidates) and not step.mode.fused_backward:
-        fastest = min(range(len(candidates)), key=lambda index: known_seconds[index])
-        planned_step, chunk = candidates[fastest]
-        slower = known_seconds[0] / known_seconds[fastest] - 1
+        most_seconds = SAME_TIME * min(known_seconds)
+        fastest = [index for index, value in enumerate(known_seconds) if value <= most_seconds]
+        # What the estimate leaves out favors larger ones (small matmuls are less efficient), unless they may run out
+        # of memory.
+        peaks = {index: measure(candidates[index][0]) for index in fastest}
+        chosen = next(
+            (index for index in fastest if peaks[index].high <= peaks[index].limit), fastest[0]
+        )
+        planned_step, chunk = candidates[chosen]
+        slower = known_seconds[0] / known_seconds[chosen] - 1
 
     if planned_step.micro_batch_size < largest_size:
         reason = f"the fastest that fits: a step with {largest_size:,} takes {slower:.1%} longer"
+        if slower <= SAME_TIME - 1:
+            reason = f"as fast as {largest_size:,}, with which memory may not suffice"
     elif not step.on_gpu:
         reason = "a larger one exceeds the CPU caches"
     elif any_divisor:

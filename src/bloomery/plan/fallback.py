@@ -136,8 +136,8 @@ def roomier(plan: RunPlan, reason: str) -> Fallback | None:
         )
         return Fallback(evaluated, fallback.action, only_time=True)
     chunk = plan.model.score_chunk
-    logits = plan.memory.parts.get("logits", 0.0)
-    if chunk > SMALLEST_CHUNK and logits > LOGITS_SHARE * plan.memory.total:
+    logits = plan.step_memory.parts.get("logits", 0.0)
+    if chunk > SMALLEST_CHUNK and logits > LOGITS_SHARE * plan.step_memory.total:
         model = plan.model.model_copy(update={"score_chunk": SMALLEST_CHUNK})
         smaller = decided(
             plan.model_copy(update={"model": model}), "model.score_chunk", SMALLEST_CHUNK, reason

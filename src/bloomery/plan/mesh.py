@@ -24,6 +24,7 @@ from bloomery.plan.estimate.mesh import MeshSplit, mesh_memory
 from bloomery.plan.estimate.speed import Rate, Work, step_parts, total, work_of
 from bloomery.plan.estimate.stages import fullest_stage_bytes
 from bloomery.plan.estimate.step import StepShape
+from bloomery.plan.rollouts import RolloutMoments
 from bloomery.plan.types import Estimate, LayoutPlan, MemoryEstimate, ParallelPlan
 from bloomery.plan.unsupported import AXES, refusals, refuse_context, refuse_unsupported
 from bloomery.recipe.schema import AssumedNetwork, Parallel, Recipe, Train
@@ -61,7 +62,10 @@ class LayoutCandidate:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshWorkload:
-    """The common input of all layouts. `limit`: bytes of one device that a plan may use."""
+    """The common input of all layouts. `limit`: bytes of one device that a plan may use.
+
+    `rollout_moments`: of a run with rewards, whose memory may peak outside of steps.
+    """
 
     step: StepShape
     sequences_per_step: int
@@ -69,6 +73,7 @@ class MeshWorkload:
     rate: Rate | None
     vendor: Vendor | None  # None: a CPU
     limit: float
+    rollout_moments: RolloutMoments | None = None
 
     @classmethod
     def of(
@@ -82,6 +87,7 @@ class MeshWorkload:
         nodes: int,
         assumed_network: AssumedNetwork,
         limit: float,
+        rollout_moments: RolloutMoments | None = None,
     ) -> "MeshWorkload":
         """The step over `nodes` nodes of `gpus` devices like that of `profile`.
 
@@ -97,17 +103,29 @@ class MeshWorkload:
             rate=rate.shared(gpus) if rate is not None and on_cpu else rate,
             vendor=None if on_cpu else profile.arch.vendor if profile.arch else ASSUMED_VENDOR,
             limit=limit / gpus if on_cpu else limit,
+            rollout_moments=rollout_moments,
         )
 
-    def memory(self, split: MeshSplit) -> Callable[[StepShape], MemoryEstimate]:
-        """The memory of any step like this one, in that split."""
-        return lambda step: mesh_memory(
+    def step_memory(self, split: MeshSplit, step: StepShape) -> MemoryEstimate:
+        """The memory of a step in that split."""
+        return mesh_memory(
             step,
             self.cut(split, step),
             vendor=self.vendor,
             limit=self.limit,
             micro_batches=self.micro_batches(split, step),
         )
+
+    def memory(self, split: MeshSplit) -> Callable[[StepShape], MemoryEstimate]:
+        """The peak of a run whose steps are like this one, in that split."""
+
+        def peak(step: StepShape) -> MemoryEstimate:
+            step_memory = self.step_memory(split, step)
+            if self.rollout_moments is None:
+                return step_memory
+            return self.rollout_moments.peak(step, step_memory, split)
+
+        return peak
 
     def cut(self, split: MeshSplit, step: StepShape) -> MeshSplit:
         """The split with the number of layers of each group, where a pipeline has not been cut yet."""
@@ -319,7 +337,7 @@ def _plan_layout(
             split=planned_split,
             sequences=sequences,
             micro_batching=micro_batching,
-            parts=layout_parts(workload, planned_split, step, sequences),
+            parts=_computed_parts(workload, planned_split, step, sequences),
         )
 
         # Sizes of a pipeline grow: where one does not fit, no later one does.
@@ -334,8 +352,19 @@ def _step_seconds(
     workload: MeshWorkload, split: MeshSplit, sequences: int, step: StepShape
 ) -> float | None:
     """Of a step in these micro-batches; None where the device's speed is unknown."""
-    parts = layout_parts(workload, workload.cut(split, step), step, sequences)
+    parts = _computed_parts(workload, workload.cut(split, step), step, sequences)
     return None if parts is None else total(parts).value
+
+
+def _computed_parts(
+    workload: MeshWorkload, split: MeshSplit, step: StepShape, sequences: int
+) -> PartSeconds | None:
+    """`layout_parts` of the micro-batches that are computed: packed completions need fewer than sequences would."""
+    parts = layout_parts(workload, split, step, sequences)
+    if parts is None or workload.rollout_moments is None:
+        return parts
+    packed = workload.rollout_moments.packed_sequences(step, split)
+    return {name: part.scaled(packed / sequences) for name, part in parts.items()}
 
 
 def undivided(sequences: int, readers: str) -> str:

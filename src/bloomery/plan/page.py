@@ -594,7 +594,7 @@ def _layout(layout: LayoutPlan, plan: RunPlan) -> str:
         return f"{head}   does not fit"
     if step is None:
         return f"{head}   speed unknown"
-    rate = two_digits(plan.train.tokens_per_step / step.value)
+    rate = two_digits(plan.trained_tokens_per_step / step.value)
     return f"{head}{rate:>12}{layout.exposed_seconds / step.value:>9.0%}{layout.bubble_seconds / step.value:>7.0%}"
 
 

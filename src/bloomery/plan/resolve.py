@@ -40,6 +40,7 @@ from bloomery.plan.choices import (
 from bloomery.plan.estimate import speed
 from bloomery.plan.estimate.activations import gpu_fallback_bytes, keeps_scores
 from bloomery.plan.estimate.measured import StepEstimator, compile_gain
+from bloomery.plan.estimate.mesh import ONE_DEVICE
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import ReferencePlace, StepShape
 from bloomery.plan.gather import Facts, fetch, gather
@@ -227,11 +228,7 @@ class _Step:
     @property
     def memory(self) -> MemoryEstimate:
         """Of the moment that needs most: a step, or the sampling of completions."""
-        if self.rollout is None:
-            return self.micro_batching.memory
-        return max(
-            self.rollout.training_memory, self.rollout.memory, key=lambda memory: memory.total
-        )
+        return self.micro_batching.memory
 
     @property
     def trained_tokens(self) -> float:
@@ -302,8 +299,11 @@ def _choose_step(
 
     def choose_layout(
         sequences: int,
-    ) -> tuple[batch.MicroBatching, Estimate | None, ParallelPlan | None]:
-        """Micro-batches, seconds and layouts of a step: on one device, or the best of those over several."""
+    ) -> tuple[batch.MicroBatching, Estimate | None, ParallelPlan | None, RolloutPlan | None]:
+        """Micro-batches, seconds and layouts of a step, with its rollout: on one device, or the best of those over
+        several.
+        """
+        moments = rollouts.RolloutMoments.of(recipe, facts, sequences)
         if gpus * nodes > 1:
             of_device = replace(shape, context=recipe.parallel.context)
             workload = mesh.MeshWorkload.of(
@@ -315,27 +315,52 @@ def _choose_step(
                 nodes=nodes,
                 assumed_network=recipe.parallel.network,
                 limit=estimator.limit,
+                rollout_moments=moments,
             )
             best, plan = mesh.plan_mesh(workload, recipe)
-            return best.micro_batching, best.seconds, plan
+            best_step = best.micro_batching.step
+            rollout = moments and rollouts.plan_rollout(
+                moments,
+                estimator,
+                best_step,
+                workload.step_memory(best.split, best_step),
+                split=best.split,
+                step_seconds=best.seconds,
+            )
+            return best.micro_batching, best.seconds, plan, rollout
         unsupported.refuse_context(recipe, config, 1)
 
         def estimated(step: StepShape) -> Estimate | None:
-            parts = estimator.step_parts(step, sequences * length)
+            computed = sequences if moments is None else moments.packed_sequences(step)
+            parts = estimator.step_parts(step, computed * length)
             return speed.total(parts) if parts else None
+
+        def peak(step: StepShape) -> MemoryEstimate:
+            step_memory = estimator.memory(step)
+            return step_memory if moments is None else moments.peak(step, step_memory)
 
         micro_batching = batch.choose_micro_batching(
             train,
             shape,
             sequences_per_step=sequences,
-            measure=estimator.memory,
+            measure=peak,
             seconds=lambda step: (
                 estimate.value if (estimate := estimated(step)) is not None else None
             ),
         )
-        return micro_batching, estimated(micro_batching.step), None
+        step = micro_batching.step
+        seconds = estimated(step)
+        rollout = moments and rollouts.plan_rollout(
+            moments,
+            estimator,
+            step,
+            estimator.memory(step),
+            split=ONE_DEVICE,
+            step_seconds=seconds,
+        )
+        return micro_batching, seconds, None, rollout
 
-    micro_batching, seconds, parallel = choose_layout(scale.sequences_per_step)
+    micro_batching, seconds, parallel, rollout = choose_layout(scale.sequences_per_step)
 
     # An optimizer inside backward frees each gradient at once, so that micro-batches cannot accumulate. Where the
     # recipe leaves the batch open, it becomes the largest micro-batch that fits, and what follows is chosen again.
@@ -344,12 +369,8 @@ def _choose_step(
         reason = "optimizer.fused_backward: a step is one micro-batch, the largest that fits"
         tokens = Choice(micro_batching.step.tokens_per_micro_batch, reason)
         scale = lengths.scale_of(train.length, length, dataset, tokens.value)
-        micro_batching, seconds, parallel = choose_layout(scale.sequences_per_step)
-    rollout = None
-    if isinstance(recipe.objective, Rollouts):
-        rollout = rollouts.plan_rollout(
-            recipe, facts, estimator, micro_batching, parallel, scale.sequences_per_step
-        )
+        micro_batching, seconds, parallel, rollout = choose_layout(scale.sequences_per_step)
+    if rollout is not None:
         seconds = speed.total(rollout.seconds) if rollout.seconds else None
 
     # A run of a wall time has about as many steps as the estimate says; without an estimate they stay unknown.

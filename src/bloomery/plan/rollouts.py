@@ -1,10 +1,12 @@
 """The rollouts of a plan: how many prompts, slots and micro-batches, and what they need of memory and time."""
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from bloomery.plan.batch import MicroBatching
+from bloomery.facts.counting import parameter_count
 from bloomery.plan.estimate import speed
 from bloomery.plan.estimate.measured import StepEstimator
+from bloomery.plan.estimate.mesh import ONE_DEVICE, MeshSplit
 from bloomery.plan.estimate.rollouts import (
     RolloutShape,
     completion_tokens_of,
@@ -13,8 +15,9 @@ from bloomery.plan.estimate.rollouts import (
     sampling_memory,
     with_stored_rollout,
 )
+from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.gather import Facts
-from bloomery.plan.types import Estimate, LayoutPlan, ParallelPlan, RolloutPlan
+from bloomery.plan.types import DatasetFacts, Estimate, MemoryEstimate, RolloutPlan, RunPlan
 from bloomery.recipe.objectives import Ppo, Rloo, Rollouts
 from bloomery.recipe.schema import Recipe
 
@@ -22,50 +25,163 @@ from bloomery.recipe.schema import Recipe
 FORWARD_SHARE = {False: 1 / 3, True: 1 / 2}  # by whether the base is frozen
 
 
+@dataclass(frozen=True, kw_only=True)
+class RolloutMoments:
+    """The moments of a run with rewards at which its memory can peak: of each rank, in any split of the devices.
+
+    A candidate (a micro-batch, a layout, a place of the reference model) is judged by all of them.
+    `sequences_per_step`: of all ranks. `fresh`: the model starts with fresh weights.
+    """
+
+    objective: Rollouts
+    sequence_length: int
+    sequences_per_step: int
+    dataset: DatasetFacts | None
+    fresh: bool
+    reward_parameters: int
+
+    @classmethod
+    def of(cls, recipe: Recipe, facts: Facts, sequences_per_step: int) -> "RolloutMoments | None":
+        """None where steps read the dataset."""
+        if not isinstance(recipe.objective, Rollouts):
+            return None
+        return cls(
+            objective=recipe.objective,
+            sequence_length=recipe.data.sequence_length,
+            sequences_per_step=sequences_per_step,
+            dataset=facts.dataset,
+            fresh=facts.source is None,
+            reward_parameters=sum(map(parameter_count, facts.reward_models)),
+        )
+
+    @classmethod
+    def of_plan(cls, plan: RunPlan, step: StepShape) -> "RolloutMoments | None":
+        """Those of a finished plan. `step`: its own."""
+        if plan.rollout is None:
+            return None
+        assert isinstance(plan.objective, Rollouts)
+        reward_bytes = plan.rollout.memory.parts.get("reward models", 0.0)
+        return cls(
+            objective=plan.objective,
+            sequence_length=plan.data.sequence_length,
+            sequences_per_step=plan.train.tokens_per_step // plan.data.sequence_length,
+            dataset=plan.dataset,
+            fresh=plan.model.source is None,
+            reward_parameters=round(reward_bytes / step.element_bytes),
+        )
+
+    @property
+    def num_completions(self) -> int:
+        """Of a rollout, all ranks together."""
+        return self.sequences_per_step * self.objective.steps_per_generation
+
+    @property
+    def num_prompts(self) -> int:
+        return self.num_completions // self.objective.num_generations
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that train on a rollout."""
+        return self.objective.num_iterations * self.objective.steps_per_generation
+
+    def shape(self, step: StepShape, split: MeshSplit = ONE_DEVICE) -> RolloutShape:
+        """The rollout of the rank that samples most completions."""
+        objective = self.objective
+        dataset = self.dataset
+        # Without a dataset prompts may fill what completions leave of a sequence.
+        longest_prompt = self.sequence_length - objective.max_completion_length
+        prompt_tokens = longest_prompt / 2
+        if dataset is not None and dataset.prompts:
+            longest_prompt = min(longest_prompt, dataset.longest_prompt)
+            prompt_tokens = min(dataset.tokens / dataset.prompts, float(longest_prompt))
+        # Whether the divergence from the reference model is a part of the rewards, and whether tokens have values.
+        has_penalty = isinstance(objective, Rloo | Ppo) and objective.kl_weight > 0
+        has_values = objective.spec.value_head
+        return RolloutShape(
+            step=step,
+            reward_parameters=self.reward_parameters,
+            num_prompts=-(-self.num_prompts // (split.replicate * split.shard)),
+            num_generations=objective.num_generations,
+            num_steps=self.num_steps,
+            steps_per_pass=objective.steps_per_generation,
+            prompt_tokens=prompt_tokens,
+            longest_prompt=longest_prompt,
+            completion_tokens=completion_tokens_of(objective, step.config, fresh=self.fresh),
+            max_completion_length=objective.max_completion_length,
+            filters=objective.top_p < 1 or objective.top_k is not None or objective.min_p > 0,
+            scored_passes=int(self.num_steps > 1 or has_penalty or has_values) + int(has_penalty),
+            has_values=has_values,
+            sharded=split.shard > 1,
+        )
+
+    def memories(
+        self, step: StepShape, step_memory: MemoryEstimate, split: MeshSplit = ONE_DEVICE
+    ) -> tuple[MemoryEstimate, MemoryEstimate]:
+        """Of a step that has the rollout beside it, and of the sampling, for which the step's own memory is free.
+
+        `step_memory`: of the step alone.
+        """
+        shape = self.shape(step, split)
+        return with_stored_rollout(shape, step_memory), sampling_memory(shape, step_memory)
+
+    def peak(
+        self, step: StepShape, step_memory: MemoryEstimate, split: MeshSplit = ONE_DEVICE
+    ) -> MemoryEstimate:
+        """The moment that needs most."""
+        return max(self.memories(step, step_memory, split), key=lambda memory: memory.total)
+
+    def packed_sequences(self, step: StepShape, split: MeshSplit = ONE_DEVICE) -> int:
+        """The sequences of a step that a rank computes, with completions packed into micro-batches."""
+        shape = self.shape(step, split)
+        return shape.micro_batches(shape.completion_tokens.value) * step.micro_batch_size
+
+
 def plan_rollout(
-    recipe: Recipe,
-    facts: Facts,
+    moments: RolloutMoments,
     estimator: StepEstimator,
-    micro_batching: MicroBatching,
-    parallel: ParallelPlan | None,
-    sequences_per_step: int,
+    step: StepShape,
+    step_memory: MemoryEstimate,
+    *,
+    split: MeshSplit,
+    step_seconds: Estimate | None,
 ) -> RolloutPlan:
-    """Of the recipe's objective, on one device or in the chosen layout of several."""
-    objective = recipe.objective
-    assert isinstance(objective, Rollouts)
-    layout = None if parallel is None else parallel.layout
-    ranks = 1 if layout is None else layout.replicate * layout.shard
-    num_completions = sequences_per_step * objective.steps_per_generation
-    num_prompts = num_completions // objective.num_generations
-    num_steps = objective.num_iterations * objective.steps_per_generation
-    shape = _shape(recipe, facts, micro_batching, num_prompts=-(-num_prompts // ranks))
-    if layout is not None and layout.shard > 1:
-        shape = replace(shape, sharded=True)
+    """On one device or in the chosen split of several.
 
-    # 1. Memory: of a step that has the rollout beside it, and of the sampling, for which the step's own is free.
-    training = with_stored_rollout(shape, micro_batching.memory)
-    sampling = sampling_memory(shape, micro_batching.memory)
+    `step_memory`: of the step alone. `step_seconds`: of its packed micro-batches, None where the device is unknown.
+    """
+    shape = moments.shape(step, split)
+    training, sampling = moments.memories(step, step_memory, split)
 
-    # 2. Seconds of a step. Ranks on one CPU share its cores.
-    rate = estimator.rate(shape.step)
-    if rate is not None and layout is not None and not shape.step.on_gpu:
-        rate = rate.shared(layout.replicate * layout.shard * layout.pipeline)
-    update = _update_seconds(shape, estimator, layout)
+    # Seconds of a step. Ranks on one CPU share its cores.
+    rate = estimator.rate(step)
+    if rate is not None and not step.on_gpu:
+        rate = rate.shared(split.replicate * split.shard * split.pipeline)
+
+    def update_seconds(completion_tokens: float) -> Estimate | None:
+        """Of the micro-batches of a step, with completions of that mean length packed into them."""
+        micro_batches = shape.micro_batches(completion_tokens)
+        if split != ONE_DEVICE:
+            usual = shape.micro_batches(shape.completion_tokens.value)
+            return step_seconds and step_seconds.scaled(micro_batches / usual)
+        parts = estimator.step_parts(step, micro_batches * step.tokens_per_micro_batch)
+        return None if parts is None else speed.total(parts)
+
+    update = _with_ends_of(shape.completion_tokens, update_seconds)
     seconds: dict[str, Estimate] = {}
     if rate is not None and update is not None:
         seconds = {
             "generation": generation_seconds(shape, rate),
-            "rewards": reward_seconds(shape, num_completions),
+            "rewards": reward_seconds(shape, moments.num_completions),
             "update": update,
         }
         if shape.scored_passes:
-            share = FORWARD_SHARE[shape.step.mode.frozen] / objective.num_iterations
+            share = FORWARD_SHARE[step.mode.frozen] / moments.objective.num_iterations
             seconds["log-probabilities"] = update.scaled(share * shape.scored_passes)
     return RolloutPlan(
-        num_prompts=num_prompts,
-        num_completions=num_completions,
-        num_steps=num_steps,
-        steps_per_pass=objective.steps_per_generation,
+        num_prompts=moments.num_prompts,
+        num_completions=moments.num_completions,
+        num_steps=moments.num_steps,
+        steps_per_pass=shape.steps_per_pass,
         slots=shape.slots,
         slot_tokens=shape.slot_tokens,
         prompt_tokens=shape.prompt_tokens,
@@ -77,54 +193,8 @@ def plan_rollout(
     )
 
 
-def _shape(
-    recipe: Recipe, facts: Facts, micro_batching: MicroBatching, *, num_prompts: int
-) -> RolloutShape:
-    """Of a rank that samples the completions of so many prompts."""
-    objective = recipe.objective
-    assert isinstance(objective, Rollouts)
-    dataset = facts.dataset
-    # Without a dataset prompts may fill what completions leave of a sequence.
-    longest_prompt = recipe.data.sequence_length - objective.max_completion_length
-    prompt_tokens = longest_prompt / 2
-    if dataset is not None and dataset.prompts:
-        longest_prompt = min(longest_prompt, dataset.longest_prompt)
-        prompt_tokens = min(dataset.tokens / dataset.prompts, float(longest_prompt))
-    num_steps = objective.num_iterations * objective.steps_per_generation
-    # Whether the divergence from the reference model is a part of the rewards, and whether tokens have values.
-    has_penalty = isinstance(objective, Rloo | Ppo) and objective.kl_weight > 0
-    has_values = objective.spec.value_head
-    return RolloutShape(
-        step=micro_batching.step,
-        reward_models=facts.reward_models,
-        num_prompts=num_prompts,
-        num_generations=objective.num_generations,
-        num_steps=num_steps,
-        steps_per_pass=objective.steps_per_generation,
-        prompt_tokens=prompt_tokens,
-        longest_prompt=longest_prompt,
-        completion_tokens=completion_tokens_of(objective, facts.config, fresh=facts.source is None),
-        max_completion_length=objective.max_completion_length,
-        filters=objective.top_p < 1 or objective.top_k is not None or objective.min_p > 0,
-        scored_passes=int(num_steps > 1 or has_penalty or has_values) + int(has_penalty),
-        has_values=has_values,
-    )
-
-
-def _update_seconds(
-    shape: RolloutShape, estimator: StepEstimator, layout: LayoutPlan | None
-) -> Estimate | None:
-    """Of the packed micro-batches of a step; None where the device is unknown."""
-    tokens = shape.completion_tokens
-
-    def seconds(completion_tokens: float) -> Estimate | None:
-        micro_batches = shape.micro_batches(completion_tokens)
-        if layout is not None:
-            step_seconds = layout.step_seconds
-            return step_seconds and step_seconds.scaled(micro_batches / layout.accumulation)
-        parts = estimator.step_parts(shape.step, micro_batches * shape.step.tokens_per_micro_batch)
-        return None if parts is None else speed.total(parts)
-
+def _with_ends_of(tokens: Estimate, seconds: Callable[[float], Estimate | None]) -> Estimate | None:
+    """The seconds of so many tokens, from the fastest of the fewest to the slowest of the most."""
     value = seconds(tokens.value)
     low = seconds(tokens.low)
     high = seconds(tokens.high)

@@ -444,6 +444,11 @@ class RunPlan(PlanPart):
     rollout: RolloutPlan | None = None  # None: steps read the dataset
 
     @property
+    def step_memory(self) -> MemoryEstimate:
+        """Of a training step alone, where `memory` may be of the moment in which completions are sampled."""
+        return self.memory if self.rollout is None else self.rollout.training_memory
+
+    @property
     def trained_tokens_per_step(self) -> float:
         """Tokens that count as trained on: a step's with its padding, or those of its completions and prompts."""
         return self.train.tokens_per_step if self.rollout is None else self.rollout.tokens_per_step

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 
 from bloomery.facts.config import ModelConfig
-from bloomery.facts.counting import flops_per_token, layers, parameter_count
+from bloomery.facts.counting import flops_per_token, layers
 from bloomery.facts.limits import ROLLOUT_SLOTS
 from bloomery.plan.estimate.memory import CPU_RUNTIME, SPREAD, overhead_bytes
 from bloomery.plan.estimate.speed import LAUNCH_SECONDS, Rate
@@ -69,7 +69,7 @@ class RolloutShape:
     steps_per_pass: int = 1
     has_values: bool = False  # of a value head: each token has a value, an advantage and a return
     sharded: bool = False  # then each rank samples with a whole copy of the weights
-    reward_models: tuple[ModelConfig, ...] = ()  # each rank has a whole copy of each
+    reward_parameters: int = 0  # of reward models, of which each rank has a whole copy
 
     @property
     def config(self) -> ModelConfig:
@@ -117,16 +117,20 @@ def sampling_memory(shape: RolloutShape, training: MemoryEstimate) -> MemoryEsti
     parts = {
         name: size
         for name, size in training.parts.items()
-        if name in ("weights", "adapter", "optimizer", "reference model", "context", "runtime")
+        if name in ("weights", "adapter", "optimizer", "reference model")
     }
     parts |= sampling_parts(shape) | reward_model_parts(shape)
     if shape.sharded:
         model = shape.step.model
         parts["whole copy"] = model.weight_bytes(shape.step.precision) + model.adapter_bytes
-    if "runtime" in parts:
-        parts["runtime"] = max(parts["runtime"], float(CPU_RUNTIME))
-    elif shape.step.on_gpu:
+    if shape.step.on_gpu:
         parts |= {"fragmentation": overhead_bytes(shape.step, parts)["fragmentation"]}
+    # Contexts of the device and of its collectives, which no allocator fragments.
+    parts |= {
+        name: training.parts[name] for name in ("context", "collectives") if name in training.parts
+    }
+    if "runtime" in training.parts:
+        parts["runtime"] = max(training.parts["runtime"], float(CPU_RUNTIME))
     total = sum(parts.values())
     return training.model_copy(
         update={"parts": parts, "low": total * (1 - SPREAD), "high": total * (1 + SPREAD)}
@@ -191,10 +195,9 @@ def packed_bytes(shape: RolloutShape) -> float:
 
 def reward_model_parts(shape: RolloutShape) -> dict[str, float]:
     """Bytes of the weights of reward models, in the dtype of matmuls; their forwards need less than a step's."""
-    if not shape.reward_models:
+    if not shape.reward_parameters:
         return {}
-    num_parameters = sum(map(parameter_count, shape.reward_models))
-    return {"reward models": float(num_parameters * shape.step.element_bytes)}
+    return {"reward models": float(shape.reward_parameters * shape.step.element_bytes)}
 
 
 def with_stored_rollout(shape: RolloutShape, training: MemoryEstimate) -> MemoryEstimate:
