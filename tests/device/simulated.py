@@ -19,11 +19,13 @@ from types import SimpleNamespace
 
 HERE = Path(__file__).parent
 SOURCE = HERE / "simulated_device.cpp"
+LIBRARY = HERE / "library"
 STARTUP = HERE / "startup"
 CACHE = Path(
     os.environ.get("BLOOMERY_SIMULATED_CACHE", Path.home() / ".cache/bloomery/simulated-device")
 )
 SOURCES = "/src/bloomery/"
+TORCH_LIBRARIES = ("c10", "torch_cpu")
 _lib = None
 _waits = Counter()
 
@@ -41,7 +43,8 @@ def build(*flags):
     """The library, compiled once per source and torch. Without importing torch."""
     base = Path(importlib.util.find_spec("torch").origin).parent
     version = (base / "version.py").read_bytes()
-    key = hashlib.sha256(SOURCE.read_bytes() + version + repr(flags).encode()).hexdigest()[:16]
+    sources = b"".join(path.read_bytes() for path in [SOURCE, *sorted(LIBRARY.glob("*.h"))])
+    key = hashlib.sha256(sources + version + repr(flags).encode()).hexdigest()[:16]
     out = CACHE / f"simulated-device-{key}.so"
     if not out.is_file():
         CACHE.mkdir(parents=True, exist_ok=True)
@@ -53,17 +56,18 @@ def build(*flags):
             "-fPIC",
             "-O1",
             "-std=c++20",
-            "-w",
+            "-Wall",
+            "-Wextra",
             *flags,
-            f"-I{include}",
-            f"-I{include}/torch/csrc/api/include",
+            "-isystem",  # no warnings of PyTorch's own
+            str(include),
+            "-isystem",
+            str(include / "torch/csrc/api/include"),
             str(SOURCE),
             "-o",
             str(partial),
             f"-L{base}/lib",
-            "-lc10",
-            "-ltorch_cpu",
-            f"-Wl,-rpath,{base}/lib",
+            *(f"-l{name}" for name in TORCH_LIBRARIES),
         ]
         subprocess.run(command, check=True)
         partial.rename(out)
@@ -97,13 +101,17 @@ def install_with_torch():
 
 def load(library):
     global _lib
+    # By their paths first: the same library serves every environment with this version of torch.
+    folder = Path(importlib.util.find_spec("torch").origin).parent / "lib"
+    for name in TORCH_LIBRARIES:
+        ctypes.CDLL(str(folder / f"lib{name}.so"), mode=ctypes.RTLD_GLOBAL)
     _lib = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
 class Stats(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_uint64)
-        for name in "allocated peak reserved reserved_peak count total ooms capacity pinned pinned_peak".split()
+        for name in "allocated peak reserved reserved_peak count total ooms capacity pinned pinned_peak retries".split()
     ]
 
 
