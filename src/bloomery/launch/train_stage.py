@@ -4,14 +4,18 @@ import json
 import os
 from contextlib import suppress
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import final
 
 from bloomery.check.products import product_problem
 from bloomery.check.run_start import checked_plan
+from bloomery.core.device import is_accelerator
 from bloomery.core.errors import UserError
 from bloomery.core.files import write_durably
 from bloomery.core.run_folder import RunFolder
+from bloomery.hardware.link_rates import store_links
+from bloomery.hardware.machine import read_machine
 from bloomery.infer.model_folder import clear_drafts
 from bloomery.launch.deadline import Deadline
 from bloomery.launch.exit_codes import DONE, STOPPED
@@ -21,7 +25,7 @@ from bloomery.launch.stop_flag import StopFlag
 from bloomery.monitor.events import Emit, Event, Phase, Resumed, Warned
 from bloomery.parallel.environment import allow_descriptors, most_sockets, node_name
 from bloomery.parallel.mesh import Mesh
-from bloomery.parallel.preflight import check_binding, check_ranks, meet
+from bloomery.parallel.preflight import check_binding, check_ranks, links_of, meet
 from bloomery.parallel.process_group import leave
 from bloomery.plan.store import read_plan
 from bloomery.plan.types import RunPlan
@@ -124,6 +128,10 @@ def meet_ranks(
         with suppress(OSError):  # the folder is missing without a deadline, or the disk is full
             write_durably(folder.path / STACKS / HOSTS_FILE, json.dumps(preflight.hosts))
         print(f"preflight: {preflight} ({preflight.seconds:.2f} s)", flush=True)
+        if is_accelerator(plan.train.device) and folder.machine.is_file():
+            # Later plans rank layouts by these rates.
+            machine = read_machine(folder.machine)
+            store_links(links_of(preflight, machine, day=date.today().isoformat()))
     return mesh, tuple(preflight.rates.slow_links())
 
 

@@ -26,8 +26,10 @@ from bloomery.core.ports import port_taken
 from bloomery.core.units import format_bytes, format_seconds
 from bloomery.data.shards import read_manifest
 from bloomery.hardware.binding import Binding, BindingReport, binding_report, read_binding
+from bloomery.hardware.calibration import device_of
 from bloomery.hardware.detect import detect
-from bloomery.hardware.machine import visible_devices
+from bloomery.hardware.link_rates import MeasuredLinks
+from bloomery.hardware.machine import Machine, visible_devices
 from bloomery.hardware.sites import local_site
 from bloomery.parallel import links, process_group
 from bloomery.parallel.environment import (
@@ -89,6 +91,28 @@ class Preflight:
             f" all-reduce of {format_bytes(self.reduced_bytes)} at {self.bytes_per_second / 1e9:.3g} GB/s{planned};"
             f"{link} {format_bytes(self.free_bytes)} of disk are free"
         )
+
+
+def links_of(preflight: Preflight, machine: Machine, *, day: str) -> MeasuredLinks:
+    """The measured rates for later plans of such a machine's devices. `day`: 2026-11-21."""
+    hosts = preflight.hosts
+    device = device_of(machine)
+    inside = [
+        rate for (low, high), rate in preflight.rates.by_pair.items() if hosts[low] == hosts[high]
+    ]
+    return MeasuredLinks(
+        device=device.name,
+        arch=device.arch,
+        cpu=machine.host.cpu_name,
+        per_node=max(Counter(hosts).values()),
+        nodes=len(set(hosts)),
+        bus_gbs=round(preflight.bytes_per_second / 1e9, 2),
+        pair_gbs=round(min(inside) / 1e9, 2) if inside else None,
+        stage_gbs=None
+        if preflight.link is None
+        else round(preflight.link.bytes_per_second / 1e9, 2),
+        day=day,
+    )
 
 
 def _range(counts: Iterable[int]) -> str:

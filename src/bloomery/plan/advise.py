@@ -392,6 +392,7 @@ def _planned_step(
     layout = parallel.layout
     split = MeshSplit.of(layout)
     workload = mesh.MeshWorkload.of(
+        machine,
         profile,
         step,
         estimator.rate(step),

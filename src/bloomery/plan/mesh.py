@@ -9,6 +9,8 @@ from typing import Literal
 from bloomery.core.errors import UserError
 from bloomery.core.units import counted
 from bloomery.facts.limits import refuse_split_int8_blocks, split_int8_block
+from bloomery.hardware.link_rates import measured_links, slowest_copy_gbs
+from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile
 from bloomery.hardware.vendors import ASSUMED_VENDOR, Vendor
 from bloomery.plan import stages
@@ -78,6 +80,7 @@ class MeshWorkload:
     @classmethod
     def of(
         cls,
+        machine: Machine,
         profile: Profile,
         step: StepShape,
         rate: Rate | None,
@@ -91,7 +94,8 @@ class MeshWorkload:
     ) -> "MeshWorkload":
         """The step over `nodes` nodes of `gpus` devices like that of `profile`.
 
-        Ranks of a CPU share its cores and memory. An unlisted GPU is planned as one of ASSUMED_VENDOR.
+        Ranks of a CPU share its cores and memory, and their links, so that no measurement of an earlier run counts. An
+        unlisted GPU is planned as one of ASSUMED_VENDOR.
         `limit`: bytes of the device that a plan may use.
         """
         on_cpu = profile.accelerator is None
@@ -99,7 +103,14 @@ class MeshWorkload:
         return cls(
             step=step,
             sequences_per_step=sequences_per_step,
-            fabric=fabric_of(link, per_node=gpus, nodes=nodes, assumed_network=assumed_network),
+            fabric=fabric_of(
+                link,
+                per_node=gpus,
+                nodes=nodes,
+                assumed_network=assumed_network,
+                measured=None if on_cpu else measured_links(machine, per_node=gpus, nodes=nodes),
+                copy_gbs=slowest_copy_gbs(machine),
+            ),
             rate=rate.shared(gpus) if rate is not None and on_cpu else rate,
             vendor=None if on_cpu else profile.arch.vendor if profile.arch else ASSUMED_VENDOR,
             limit=limit / gpus if on_cpu else limit,

@@ -307,6 +307,7 @@ def _choose_step(
         if gpus * nodes > 1:
             of_device = replace(shape, context=recipe.parallel.context)
             workload = mesh.MeshWorkload.of(
+                facts.machine,
                 profile,
                 of_device,
                 estimator.rate(of_device),
@@ -319,14 +320,16 @@ def _choose_step(
             )
             best, plan = mesh.plan_mesh(workload, recipe)
             best_step = best.micro_batching.step
-            rollout = moments and rollouts.plan_rollout(
-                moments,
-                estimator,
-                best_step,
-                workload.step_memory(best.split, best_step),
-                split=best.split,
-                step_seconds=best.seconds,
-            )
+            rollout = None
+            if moments is not None:
+                rollout = rollouts.plan_rollout(
+                    moments,
+                    estimator,
+                    best_step,
+                    workload.step_memory(best.split, best_step),
+                    split=best.split,
+                    step_seconds=best.seconds,
+                )
             return best.micro_batching, best.seconds, plan, rollout
         unsupported.refuse_context(recipe, config, 1)
 
@@ -350,14 +353,16 @@ def _choose_step(
         )
         step = micro_batching.step
         seconds = estimated(step)
-        rollout = moments and rollouts.plan_rollout(
-            moments,
-            estimator,
-            step,
-            estimator.memory(step),
-            split=ONE_DEVICE,
-            step_seconds=seconds,
-        )
+        rollout = None
+        if moments is not None:
+            rollout = rollouts.plan_rollout(
+                moments,
+                estimator,
+                step,
+                estimator.memory(step),
+                split=ONE_DEVICE,
+                step_seconds=seconds,
+            )
         return micro_batching, seconds, None, rollout
 
     micro_batching, seconds, parallel, rollout = choose_layout(scale.sequences_per_step)

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from bloomery.hardware.link_rates import MeasuredLinks
 from bloomery.plan.estimate.activations import recomputed_shares
 from bloomery.plan.estimate.mesh import MeshSplit
 from bloomery.plan.estimate.sharding import gathered_bytes
@@ -32,13 +33,17 @@ class Link:
 class Fabric:
     """Nodes of `per_node` devices each.
 
-    `node_link`: of each device inside a node; `network`: of a whole node, None for one node.
+    `node_link`: of each device inside a node; `network`: of a whole node, None for one node. `pair_gbs`: measured
+    between two devices of a node that send to each other alone; None: not measured, as in a ring. `stage_gbs`: measured
+    between the stages of a pipeline, over any link.
     """
 
     per_node: int
     nodes: int
     node_link: Link
     network: Link | None
+    pair_gbs: float | None = None
+    stage_gbs: float | None = None
 
     @property
     def devices(self) -> int:
@@ -99,12 +104,21 @@ _NETWORKS: tuple[tuple[str, str, float, str], ...] = (
 
 
 def fabric_of(
-    link: str, *, per_node: int, nodes: int, assumed_network: AssumedNetwork = "auto"
+    link: str,
+    *,
+    per_node: int,
+    nodes: int,
+    assumed_network: AssumedNetwork = "auto",
+    measured: MeasuredLinks | None = None,
+    copy_gbs: float | None = None,
 ) -> Fabric:
-    """The links of devices with this entry of the GPU table, and the network between their nodes.
+    """The links of devices with this entry of the GPU table, and the network between their nodes: as an earlier run
+    measured them, else as the tables say.
 
-    `assumed_network`: the one that such nodes usually have, TCP sockets, or GB/s of a node.
+    `assumed_network`: the one that such nodes usually have, TCP sockets, or GB/s of a node. `measured`: of exactly
+    these devices. `copy_gbs`: of the slowest copy between two of them, which no ring exceeds.
     """
+    node_link = _first_match(_LINKS_INSIDE, link)
     network = None
     if nodes > 1 and assumed_network == "auto":
         network = _first_match(_NETWORKS, link)
@@ -113,8 +127,28 @@ def fabric_of(
         network = Link(name="TCP sockets", gbs=SOCKET_GBS, reason=reason)
     elif nodes > 1:
         network = Link(name="your network", gbs=float(assumed_network), reason="parallel.network")
+
+    if measured is not None:
+        reason = f"measured before a run on {measured.day}"
+        if nodes == 1:
+            node_link = replace(node_link, gbs=measured.bus_gbs, reason=reason)
+        elif network is not None and assumed_network == "auto":
+            # The slower of the two sets the pace of an all-reduce (`bus_gbs`): the network, unless it goes at the rate
+            # of the links inside a node, and then the network is at least as fast.
+            ranks = per_node * nodes
+            gbs = measured.bus_gbs * (nodes - 1) / nodes * ranks / (ranks - 1)
+            if per_node == 1 or measured.bus_gbs < node_link.gbs:
+                network = replace(network, gbs=round(gbs, 1), reason=reason)
+    elif copy_gbs is not None and copy_gbs < node_link.gbs:
+        reason = "the slowest copy between two of these GPUs, by `bloomery doctor --probe`"
+        node_link = replace(node_link, gbs=copy_gbs, reason=reason)
     return Fabric(
-        per_node=per_node, nodes=nodes, node_link=_first_match(_LINKS_INSIDE, link), network=network
+        per_node=per_node,
+        nodes=nodes,
+        node_link=node_link,
+        network=network,
+        pair_gbs=copy_gbs if measured is None else measured.pair_gbs,
+        stage_gbs=None if measured is None else measured.stage_gbs,
     )
 
 
@@ -269,12 +303,14 @@ def transfer_seconds(fabric: Fabric, split: MeshSplit, step: StepShape) -> float
     # last group none after it. A stage between the first and the last has all of its edges; of two stages, each lacks
     # one.
     edges = 2 * split.chunks - (1 if split.pipeline == 2 else 0)
-    rate = fabric.node_link.gbs * 1e9
+    rate = (fabric.pair_gbs or fabric.node_link.gbs) * 1e9
     hop_seconds = NODE_HOP_SECONDS
     if fabric.network is not None:
         # The ranks of a node may send at once, each to its own in the next node.
         rate = min(rate, fabric.network.gbs * 1e9 / min(fabric.per_node, split.data_parallel))
         hop_seconds = NETWORK_HOP_SECONDS
+    if fabric.stage_gbs is not None:
+        rate = fabric.stage_gbs * 1e9
     return 2 * edges * (stream_bytes / rate + hop_seconds)
 
 
@@ -283,7 +319,7 @@ def _inside_stages(fabric: Fabric, split: MeshSplit) -> Fabric:
     per_node = min(fabric.per_node, split.data_parallel)
     nodes = split.data_parallel // per_node
     network = fabric.network if nodes > 1 else None
-    return Fabric(per_node=per_node, nodes=nodes, node_link=fabric.node_link, network=network)
+    return replace(fabric, per_node=per_node, nodes=nodes, network=network)
 
 
 def exposed_seconds(
