@@ -18,6 +18,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from device_for_tests import SIMULATED
+
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="bloomery-tests-")
 os.environ["BLOOMERY_CPU_CHECK"] = "off"
 os.environ["XDG_STATE_HOME"] = os.environ["XDG_CACHE_HOME"]
@@ -92,6 +94,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Most cases of a test marked as `sampled` become soak. Files that take long begin first."""
     # With a long file at the end one process of pytest-xdist would work and the others wait.
     items.sort(key=lambda item: item.path.parent.name not in LONG_FOLDERS)
+    for item in items if SIMULATED else []:
+        if mark := item.get_closest_marker("cpu_only"):
+            item.add_marker(pytest.mark.skip(reason=f"about the CPU: {mark.args[0]}"))
     seen = Counter[str]()
     for item in items:
         mark = item.get_closest_marker("sampled")
@@ -116,3 +121,17 @@ def forked_children() -> None:
 
     for module in (child, supervisor):
         module.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": preloaded.Popen})
+
+
+if SIMULATED:
+
+    @pytest.fixture(autouse=True)
+    def device_without_problems() -> Generator[None]:
+        """Whatever a test is about: no race, no wrong device, no operator that the simulated device lacks."""
+        import simulated
+
+        simulated.clear()
+        yield
+        report = simulated.report()
+        assert report["problem"] == {}
+        assert report["missing"] == {}

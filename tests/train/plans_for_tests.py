@@ -19,6 +19,7 @@ from bloomery.plan.types import (
     SamplePlan,
     TrainPlan,
 )
+from device_for_tests import DEVICE, MEMORY_LIMIT, SIMULATED
 
 # models this small are slower on two threads, and much slower on a busy machine
 torch.set_num_threads(1)
@@ -60,7 +61,7 @@ def tiny_plan(prepared: Path = Path(), *, config: ModelConfig | None = None, **s
             prepared=prepared,
             sequence_length=32,
             layout="packed",
-            pin_memory=False,
+            pin_memory=SIMULATED,
             prefetch=2,
         ),
         "optimizer": OptimizerPlan(
@@ -90,7 +91,7 @@ def tiny_plan(prepared: Path = Path(), *, config: ModelConfig | None = None, **s
             seed=0,
             deterministic=False,
             threads=1,
-            device="cpu",
+            device=DEVICE,
         ),
         "checkpoint": CheckpointPlan(every_steps=3, keep=2, async_save=False),
         "eval": EvalPlan(
@@ -110,6 +111,6 @@ def tiny_plan(prepared: Path = Path(), *, config: ModelConfig | None = None, **s
         step_seconds=None,
         total_tokens=None,
         choices=(),
-        memory=MemoryEstimate(parts={}, low=0, high=0, limit=1, origin="table"),
+        memory=MemoryEstimate(parts={}, low=0, high=0, limit=MEMORY_LIMIT, origin="table"),
         lengths=LENGTHS,
     )

@@ -10,6 +10,7 @@ from bloomery.plan.gather import gather
 from bloomery.plan.resolve import resolve
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import load_recipe
+from device_for_tests import on_device
 from ranks import fields, losses
 
 STEPS = 6
@@ -46,7 +47,7 @@ def write_recipe(folder: Path, *edits: str) -> Path:
 def plan_of(folder: Path, *edits: str, threads: int = 1) -> RunPlan:
     """Of one thread: several wait for each other on a crowded machine."""
     loaded = load_recipe(str(folder / "rl.yaml"), [*edits, "train.compile=false"])
-    plan = resolve(loaded, gather(loaded, detect(), prepared=folder / "prepared"))
+    plan = on_device(resolve(loaded, gather(loaded, detect(), prepared=folder / "prepared")))
     return plan.model_copy(update={"train": plan.train.model_copy(update={"threads": threads})})
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bloomery.core.device import is_accelerator
 from bloomery.core.errors import UserError
 
 IMPOSSIBLE = float("-inf")
@@ -189,7 +190,20 @@ def below_top_k(logits: Tensor, top_k: int) -> Tensor:
 
 def beyond_top_p(sorted_shares: Tensor, top_p: float) -> Tensor:
     """Of falling probabilities, those whose token goes: the likelier ones reach p without it."""
-    return sorted_shares.cumsum(-1) - sorted_shares >= max(top_p, LEAST_TOP_P)
+    return rising_sums(sorted_shares) - sorted_shares >= max(top_p, LEAST_TOP_P)
+
+
+def rising_sums(values: Tensor) -> Tensor:
+    """The sums up to each element of the last dimension, of numbers from 0 that sum up to 2**18 at most.
+
+    A GPU may add real numbers in another order each time, so PyTorch refuses its `cumsum` where a run is to repeat
+    bitwise (`torch.use_deterministic_algorithms`). Whole numbers have one sum in any order: there the numbers are cut
+    to multiples of 2**-44, and a token is never drawn whose share is 2**-44 of the likeliest.
+    """
+    if not (torch.are_deterministic_algorithms_enabled() and is_accelerator(values.device)):
+        return values.cumsum(-1)
+    whole_sums = (values * 2.0**44).long().cumsum_(-1)
+    return whole_sums.to(values.dtype).div_(2.0**44)
 
 
 def sample_each_row(
@@ -214,13 +228,13 @@ def sample_each_row(
     # probabilities differs from 1 by rounding: the number is taken of what they sum up to.
     padding = -weights_NV.shape[1] % PIECE
     pieces_NCV = F.pad(weights_NV, (0, padding)).view(len(weights_NV), -1, PIECE)
-    ends_NC = pieces_NCV.sum(-1).double().cumsum(-1)
+    ends_NC = rising_sums(pieces_NCV.sum(-1).double())
     total_N1 = ends_NC[:, -1:]
     passed_N1 = uniforms_N.to(ends_NC.device)[:, None] * total_N1
     piece_N1 = _passing(ends_NC, passed_N1)
     before_N1 = F.pad(ends_NC, (1, 0)).gather(1, piece_N1)
     piece_NV = pieces_NCV.gather(1, piece_N1[:, :, None].expand(-1, -1, PIECE))[:, 0]
-    ids_N1 = piece_N1 * PIECE + _passing(before_N1 + piece_NV.double().cumsum(-1), passed_N1)
+    ids_N1 = piece_N1 * PIECE + _passing(before_N1 + rising_sums(piece_NV.double()), passed_N1)
 
     # 3. The host needs the tokens, and with them gets the rest. NaN has led to no token.
     ids_N1 = ids_N1.clamp(max=logits_NV.shape[1] - 1)
