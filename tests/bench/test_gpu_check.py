@@ -1,4 +1,7 @@
-"""The check of a machine with a GPU, run here with small shapes: every part's code, one JSON, a readable table."""
+"""`bloomery doctor --gpu-check`: what happens to a part whose process hangs, dies or meets wrong numbers, and its file.
+
+The parts themselves run on the simulated device (tests/device).
+"""
 
 import json
 import os
@@ -12,103 +15,258 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import gpu_check
-import gpu_check_attention
-import gpu_check_parts
-
-from bloomery.bench import rig
+from bloomery.bench.gpu_check import kernels, supervise
+from bloomery.bench.gpu_check.child import PartJob
+from bloomery.bench.gpu_check.parts import PARTS, chosen_parts, limits
+from bloomery.bench.gpu_check.results import (
+    Card,
+    CheckResult,
+    PartResult,
+    Row,
+    outcome_of,
+    page,
+    read_result,
+    without_paths,
+    write_result,
+)
+from bloomery.bench.gpu_check.supervise import Check, run_check
+from bloomery.cli import doctor
+from bloomery.core.errors import UserError
 from bloomery.model.attention import tiles
 from bloomery.model.attention.tiles import KERNELS, tile_candidates, tile_shape
-from bloomery.train.checkpoint.checkpointed_model import InitialWeights
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "scripts"))
+
+import cards_page  # noqa: E402
+import missing_packages  # noqa: E402
 
 
-def good(part):
-    assert part["outcome"] == "ok", part
-    assert part["tokens_per_second"] > 0 and part["peak_gib"] > 0 and part["planned_gib"] > 0
-    return True
-
-
-def test_a_part_runs_on_a_processor(monkeypatch):
-    # a part replaces it in its process
-    monkeypatch.setattr(InitialWeights, "fill", InitialWeights.fill)
-    # and bounds its memory, which nobody could raise again for the tests after this one
-    monkeypatch.setattr(rig, "bound_memory", lambda limit: None)
-    assert "qlora" in gpu_check.SECONDS and good(gpu_check_parts.part("qlora", tiny=True))
-
-
-@pytest.mark.soak  # each part is a process that imports torch, some transformers, too
-def test_every_part_runs_on_a_processor(tmp_path):
-    out = tmp_path / "found.json"
-    environment = dict(
-        os.environ, PYTHON=sys.executable, XDG_CACHE_HOME=str(tmp_path), OMP_NUM_THREADS="1"
+def check_of(file: Path, *names: str, seconds: float = 60.0) -> Check:
+    parts = chosen_parts(names)
+    return Check(
+        parts=parts,
+        limits=dict.fromkeys((part.name for part in parts), seconds),
+        tiny=True,
+        by="Ada",
+        file=file,
+        public=doctor.without_names,
     )
-    command = [str(ROOT / "scripts" / "gpu_check.sh"), "--tiny", str(out)]
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=550)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    report = json.loads(out.read_text())
-    parts = {part["part"]: part for part in report["parts"]}
-    assert list(parts) == list(gpu_check.SECONDS)
-    assert all(good(parts[name]) for name in ("full", "lora", "qlora"))
-    for name in ("theirs-lora", "theirs-full"):
-        assert parts[name]["outcome"] == "ok", parts[name]
-        assert parts[name]["tokens_per_second"] > 0 and parts[name]["peak_gib"] > 0
-    assert parts["theirs-qlora"]["outcome"] in ("ok", "skipped")  # bitsandbytes is no dependency
-    assert parts["use"]["outcome"] == "ok", parts["use"]
-    assert parts["use"]["figure"] == parts["use"]["of_the_run"]  # a QLoRA run, loaded as it trained
-    assert parts["pipeline"]["outcome"] == "ok", parts["pipeline"]
-    assert "pipeline through the host, slowest edge rank" in parts["pipeline"]["message"]
-    for name in ("probes", "attention"):
-        assert parts[name]["probes"] and all(
-            probe["error"] is not None for probe in parts[name]["probes"][1:]
-        )
-    assert parts["step"]["outcome"] == "ok" and len(parts["step"]["steps"]) == 2
-    assert set(parts["attention"]["lengths"][0]["to_the_best"]) == {"blockwise", "math"}
-    assert set(parts["attention"]["lengths"][1]["to_the_best"]) == {"blockwise", "math", "sdpa"}
-    assert "Attention, forward and backward" in ended.stdout
-    assert "torchtune" in ended.stdout and str(out) in ended.stdout
 
 
-def test_attention_backends_are_timed_in_turns(monkeypatch):
-    names = ["sdpa", "mask", "blockwise", "math", "triton"]
-    rows = gpu_check_attention.timed_backends(names, torch.float32, "cpu", tiny=True)
-    assert [(row["length"], row["packed"]) for row in rows] == [
-        (64, True),
-        (64, False),
-        (48, True),
-        (48, False),
-    ]
-    for row in rows:
-        # sdpa mixes documents, mask is sdpa without them, and triton has no kernel for this device
-        expected = {"mask" if row["packed"] else "sdpa", "blockwise", "math"}
-        assert set(row["to_the_best"]) == set(row["forward_ms"]) == expected
-        assert min(row["to_the_best"].values()) == 1.0
-        assert all(row["repeats_have_equal_bits"].values()) and not row["problems"]
-        times = row["forward_and_backward_ms"]
-        assert all(times[name] > 0 for name in expected)
-        assert max(times, key=times.get) == max(row["to_the_best"], key=row["to_the_best"].get)
+def silent(*_: object) -> None:
+    """Nobody watches."""
 
 
-def test_a_step_is_compared_and_shown(monkeypatch):
-    monkeypatch.setattr(gpu_check_parts, "TINY_STEPS", gpu_check_parts.TINY_STEPS[:1])
-    part = gpu_check_parts.part("step", tiny=True)
-    assert part["outcome"] == "ok" and len(part["steps"]) == 1, part
-    assert "equals the CPU's" in gpu_check.step_lines(part)[1]
-    wrong = part["steps"][0] | {
-        "outcome": "wrong",
-        "message": "this GPU computes wrong results in attention with float16: use blockwise attention",
-        "detail": "error 1.6, at most 0.0055 is rounding",
-        "unrepeatable": "attention",
+@pytest.fixture
+def faults(monkeypatch, tmp_path):
+    """Children that go as they are told, for a user whose name and folders must not be in a file."""
+    monkeypatch.setattr(supervise, "CHILD", "faulty_gpu_check")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("USER", "ada.lovelace")
+    monkeypatch.setenv("NAME", "ada.lovelace")
+    monkeypatch.setenv("HOSTNAME", "analytical-engine")
+    monkeypatch.setenv("FOLDER", str(tmp_path))
+
+    def plant(**by_part: str) -> None:
+        monkeypatch.setenv("FAULTS", ",".join(f"{part}={fault}" for part, fault in by_part.items()))
+
+    return plant
+
+
+def test_each_bad_end_is_told_apart_and_the_rest_goes_on(faults, tmp_path):
+    faults(probes="segfault", step="hangs", same="raises", races="wrong", waits="none")
+    file = tmp_path / "gpu-check.json"
+    check = check_of(file, "probes", "step", "same", "races", "waits")
+    check.limits["step"] = 3.0
+    rows_in_file = []
+
+    def on_row(part: str, row: Row) -> None:
+        rows_in_file.append((part, row.case))
+
+    result = run_check(check, on_part=silent, on_row=on_row)
+    outcomes = {part.part: part.outcome for part in result.parts}
+    assert outcomes == {
+        "probes": "crashed",
+        "step": "timeout",
+        "same": "failed",
+        "races": "wrong",
+        "waits": "ok",
     }
-    lines = gpu_check.step_lines({"steps": [wrong]})
-    assert "use blockwise attention (error 1.6" in lines[1] and "different bits" in lines[2]
+    # A part that ended badly keeps the row that it had sent, and the case in which it ended has a name.
+    assert all(part.rows[0].numbers == {"losses": [1.0, 2.0]} for part in result.parts)
+    by_name = {part.part: part for part in result.parts}
+    assert "SIGSEGV" in by_name["probes"].message and "in second" in by_name["probes"].message
+    assert by_name["step"].message == "no end within 3 s in second"
+    assert "invalid device function" in by_name["same"].message
+    assert by_name["step"].seconds < 20
+    assert result.failed == ("probes", "step", "same", "races")
+    assert result.passed == ("waits",)
+    assert rows_in_file == [
+        (part, case)
+        for part, cases in (
+            ("probes", ["first"]),
+            ("step", ["first"]),
+            ("same", ["first"]),
+            ("races", ["first", "second"]),
+            ("waits", ["first", "second"]),
+        )
+        for case in cases
+    ]
+    assert read_result(file) == result
+    text = "\n".join(page(result))
+    assert "invalid device function" in text and "no end within 3 s" in text
+
+
+def test_the_file_has_each_row_before_the_next_part_begins(faults, tmp_path):
+    """Whoever switches the machine off in the middle has what was found until then."""
+    faults(probes="none", step="none")
+    file = tmp_path / "gpu-check.json"
+    contents = []
+
+    def on_row(_part: str, _row: Row) -> None:
+        contents.append(len(read_result(file).parts))
+
+    def on_part(_name: str) -> None:
+        contents.append([len(part.rows) for part in read_result(file).parts])
+
+    run_check(check_of(file, "probes", "step"), on_part=on_part, on_row=on_row)
+    assert contents == [[], 0, 1, [2], 1, 2]
+
+
+def test_a_file_names_no_user_host_or_path(faults, tmp_path):
+    faults(probes="none", step="raises")
+    file = tmp_path / "gpu-check.json"
+    result = run_check(check_of(file, "probes", "step"), on_part=silent, on_row=silent)
+    text = file.read_text()
+    assert result.parts[0].rows[1].message == "read weights.bin of user"
+    for private in ("ada.lovelace", "analytical-engine", str(tmp_path), str(Path.home()) + "/"):
+        assert private not in text
+    # What a traceback printed is in the file, with names of files alone.
+    assert any("faulty_gpu_check.py" in line for line in result.parts[1].printed)
+    assert not re.search(r"(?<![\w.:])/\w+/", text)
+    assert result.by == "Ada"
+
+
+@pytest.mark.parametrize(
+    ("text", "public_text"),
+    [
+        ("in /opt/venv/lib/torch/nn/linear.py line 3", "in linear.py line 3"),
+        ("File ~/models/a.bin", "File a.bin"),
+        ("at https://example.org/a/b, 3/4 of 12", "at https://example.org/a/b, 3/4 of 12"),
+        ("12.5 tokens/s", "12.5 tokens/s"),
+    ],
+)
+def test_of_a_path_the_last_name_stays(text, public_text):
+    assert without_paths(text) == public_text
+
+
+def test_limits_are_what_is_promised():
+    """Half an hour for all, and for any time that the user has, in the same shares."""
+    assert sum(limits(PARTS, tiny=False).values()) == 30 * 60
+    assert sum(limits(PARTS, tiny=True).values()) < 20 * 60
+    half = limits(PARTS, tiny=False, total_seconds=900.0)
+    assert sum(half.values()) == pytest.approx(900.0)
+    assert half["step"] == pytest.approx(120.0)
+    # What proves that numbers are right comes before what is timed.
+    names = [part.name for part in PARTS]
+    assert max(map(names.index, ("step", "same", "races", "resume"))) < names.index("attention")
+    assert [part.name for part in chosen_parts(["same", "step"])] == ["step", "same"]
+    with pytest.raises(UserError, match="no such part: sane") as caught:
+        chosen_parts(["sane"])
+    assert "same" in caught.value.fix
+
+
+def test_the_worst_row_is_the_outcome_of_a_part():
+    rows = [Row(case="a"), Row(case="b", outcome="skipped")]
+    assert outcome_of(rows) == "ok"
+    assert outcome_of(rows[1:]) == "skipped"
+    assert outcome_of([*rows, Row(case="c", outcome="failed")]) == "failed"
+    assert outcome_of([*rows, Row(case="c", outcome="failed"), Row(case="d", outcome="wrong")]) == (
+        "wrong"
+    )
+
+
+# The command
+
+
+
+def test_what_will_happen_is_said_before_anybody_is_asked(faults, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    faults(step="none", same="none")
+    refused = subprocess.run(
+        [sys.executable, "-m", "bloomery", "doctor", "--gpu-check", "--tiny", "--only", "step,same"],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+    assert refused.returncode == 2 and "add --yes" in refused.stderr
+    tiny_minutes = sum(part.tiny_seconds for part in chosen_parts(["step", "same"])) / 60
+    assert f"together {tiny_minutes:.1f} min" in " ".join(refused.stderr.split())
+    assert "nothing leaves this machine" in refused.stderr
+    assert "gpu-check.json" in refused.stderr
+    assert not Path("gpu-check.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--tiny"], "--tiny is a setting of --gpu-check"),
+        (["--gpu-check", "--probe"], "cannot be combined"),
+        (["--gpu-check", "--docker"], "cannot be combined"),
+        (["--gpu-check", "--only", "stepp"], "no such part: stepp"),
+        (["--gpu-check", "--limit", "10"], "not a time"),
+        (["--gpu-check", "--limit", "5s"], "too few"),
+        (["--gpu-check", "--by", "<b>"], "not an author name"),
+        (["--gpu-check", "--output", "notes.txt"], "not an earlier result"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_runs(words, problem, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=re.escape(problem)) as caught:
+        doctor.command.main(words, standalone_mode=False)
+    assert caught.value.code == 2
+    assert Path("notes.txt").read_text() == "mine"
+
+
+def test_a_check_from_the_command_line_writes_its_file_and_is_repeated(
+    faults, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    faults(step="wrong")
+    words = ["--gpu-check", "--yes", "--only", "step", "--limit", "2m", "--by", "Ada L."]
+    assert doctor.command.main(words, standalone_mode=False) == 1
+    assert "wrong" in capsys.readouterr().out
+    result = read_result(Path("gpu-check.json"))
+    assert result.by == "Ada L." and result.limit_seconds == 120.0
+    # The second time the file is an earlier result, which may be replaced.
+    faults(step="none")
+    assert doctor.command.main([*words, "--json"], standalone_mode=False) == 0
+    assert json.loads(capsys.readouterr().out)["parts"][0]["outcome"] == "ok"
+
+
+# Kernels
+
+
+def timed(names, *, length=64, packed=True, dtype=torch.float32) -> Row:
+    return kernels._timed_row("case", names, length, 1, dtype, "cpu", packed=packed)
+
+
+def test_attention_backends_are_timed_in_turns():
+    names = ["sdpa", "mask", "blockwise", "math", "triton"]
+    for packed in (True, False):
+        row = timed(names, packed=packed)
+        # sdpa mixes documents, mask is sdpa without them, and triton has no kernel for this device.
+        expected = {"mask" if packed else "sdpa", "blockwise", "math"}
+        times = row.numbers["forward_and_backward_ms"]
+        assert set(times) == set(row.numbers["forward_ms"]) == expected
+        assert list(times.values()) == sorted(times.values()) and min(times.values()) > 0
+        assert all(row.numbers["same_bits"].values()) and row.outcome == "ok"
 
 
 def test_attention_that_fails_or_changes_its_bits_is_named(monkeypatch):
-    attend = gpu_check_attention.attend
+    attend = kernels.attend
 
     def faulty(q, *others, backend, **options):
         if backend == "math":
@@ -116,99 +274,140 @@ def test_attention_that_fails_or_changes_its_bits_is_named(monkeypatch):
         out = attend(q, *others, backend=backend, **options)
         return out + 1e-3 * torch.rand_like(out) if backend == "blockwise" else out
 
-    monkeypatch.setattr(gpu_check_attention, "attend", faulty)
-    monkeypatch.setattr(gpu_check_attention, "TINY_LENGTHS", (64,))
-    names = ["mask", "blockwise", "math"]
-    rows = gpu_check_attention.timed_backends(names, torch.float32, "cpu", tiny=True)
-    assert rows[0]["repeats_have_equal_bits"] == {"mask": True, "blockwise": False}
-    assert "out of memory" in rows[0]["problems"]["math"]
-    text = "\n".join(gpu_check.attention_lines({"lengths": rows}))
-    assert "math failed" in text and "bits differ on repeat: blockwise" in text
-
-    monkeypatch.setattr(gpu_check_attention, "TIMING_SECONDS", -1.0)
-    rows = gpu_check_attention.timed_backends(names, torch.float32, "cpu", tiny=True)
-    assert all(row["skipped"] == "time limit reached" for row in rows)
-    assert "time limit reached" in "\n".join(gpu_check.attention_lines({"lengths": rows}))
+    monkeypatch.setattr(kernels, "attend", faulty)
+    row = timed(["mask", "blockwise", "math"])
+    assert row.numbers["same_bits"] == {"mask": True, "blockwise": False}
+    assert "out of memory" in row.numbers["problems"]["math"] and row.outcome == "failed"
+    assert "math failed" in row.message and "bits differ on repeat: blockwise" in row.message
 
 
 def test_every_candidate_tile_is_timed(monkeypatch):
-    monkeypatch.setattr(gpu_check_attention, "arch_of", lambda _device: "gfx1030")
+    monkeypatch.setattr(kernels, "arch_of", lambda _device: "gfx1030")
 
     def clock(launch, tile):
         if tile.keys == 32:
             raise RuntimeError("out of resource: shared memory")
         return launch.width * tile.warps / 1e6
 
-    rows = gpu_check_attention.timed_tiles(torch.float16, "cpu", clock)
+    rows = list(kernels.timed_tiles(torch.float16, "cpu", clock))
     expected = [
         (kernel, width, list(tile))
         for width in (64, 128)
         for kernel in KERNELS
         for tile in tile_candidates(kernel, arch="gfx1030", width=width)
     ]
-    assert [(row["kernel"], row["width"], row["tile"]) for row in rows] == expected
+    assert [
+        (row.numbers["kernel"], row.numbers["head_dim"], row.numbers["tile"]) for row in rows
+    ] == expected
     for row in rows:
-        if row["tile"][1] == 32:
-            assert "shared memory" in row["problem"]
+        if row.numbers["tile"][1] == 32:
+            assert "shared memory" in row.message and row.outcome == "skipped"
         else:
-            assert row["ms"] == pytest.approx(row["width"] * row["tile"][2] / 1e3)
-    assert len(gpu_check.attention_lines({"tiles": rows})) == len(rows) + 1
+            milliseconds = row.numbers["head_dim"] * row.numbers["tile"][2] / 1e3
+            assert row.numbers["ms"] == pytest.approx(milliseconds)
 
     # The backends are then timed with the fastest that can run, as a run would compute.
     monkeypatch.setattr(tiles, "_in_use", {})
-    gpu_check_attention.use_fastest(rows, "gfx1030")
+    kernels.use_fastest(rows, "gfx1030")
     assert tile_shape("forward", arch="gfx1030", width=64) == (32, 16, 4)
     assert tile_shape("backward_kv", arch="gfx1030", width=64) == (16, 16, 4)
     assert tile_shape("forward", arch="gfx1030", width=128) == (32, 16, 8)
 
 
-def test_a_part_that_fails_is_written_down_and_the_rest_goes_on(tmp_path, monkeypatch):
-    broken = tmp_path / "gpu_check_parts.py"
-    broken.write_text(
-        "import sys, time, json\n"
-        "if sys.argv[1] == 'full': raise RuntimeError('HIP error: invalid device function')\n"
-        "if sys.argv[1] == 'lora': time.sleep(60)\n"
-        "open(sys.argv[2], 'w').write(json.dumps({'outcome': 'ok', 'message': 'fine'}))\n"
+def test_a_device_without_streams_or_counts_is_skipped_with_the_reason(tmp_path):
+    """As a CPU: a part that cannot prove anything says so, and does not pass."""
+    from bloomery.bench.gpu_check import endurance, streams
+
+    job = PartJob(tiny=True, folder=tmp_path, device="cpu", seconds=60.0, begin=silent)
+    for part in (streams.races, streams.waits, endurance.memory_as_planned):
+        (row,) = part(job)
+        assert row.outcome == "skipped" and "cpu" in row.message
+
+
+# The page, and the door for a clone
+
+
+def result_of_a_card(**changes) -> CheckResult:
+    card = Card(
+        name="AMD Radeon RX 6700 XT",
+        device="cuda",
+        memory_gib=11.98,
+        driver="Linux 6.12.9",
+        torch="2.13.0+rocm7.2",
+        runtime="7.2",
+        python="3.12.4",
     )
-    monkeypatch.setattr(gpu_check, "HERE", tmp_path)
-    # a child with torch
-    monkeypatch.setattr(gpu_check, "describe", lambda: {"device": "a GPU", "torch": "2.13.0"})
-    monkeypatch.setitem(gpu_check.SECONDS, "lora", 0.5)
-    report, _ = gpu_check.check(tmp_path / "found.json", tiny=False, only=["full", "lora", "qlora"])
-    assert [part["outcome"] for part in report["parts"]] == ["failed", "timeout", "ok"]
-    assert "invalid device function" in report["parts"][0]["message"]
-    assert json.loads((tmp_path / "found.json").read_text()) == report
-    page = gpu_check.page(report)
-    assert "invalid device function" in page and "not measured" in page
+    parts = (
+        PartResult(part="step", outcome="ok", seconds=100.0, limit_seconds=240.0),
+        PartResult(part="same", outcome="wrong", seconds=50.0, limit_seconds=180.0),
+        PartResult(part="ranks", outcome="skipped", seconds=5.0, limit_seconds=60.0),
+    )
+    fields = {
+        "bloomery": "1.0",
+        "day": "2027-01-31",
+        "by": "Ada | L.",
+        "tiny": False,
+        "card": card,
+        "limit_seconds": 1800.0,
+        "parts": parts,
+    }
+    return CheckResult.model_validate(fields | changes)
 
 
-def test_a_target_is_met_or_not_and_the_speed_compared():
-    measured = {"outcome": "ok", "peak_gib": 16.0, "reserved_gib": 17.2, "tokens_per_second": 900.0}
-    parts = [
-        {"part": "lora"} | measured,
-        {"part": "theirs-lora", "outcome": "ok", "tokens_per_second": 600.0},
+def test_the_table_of_cards_is_made_of_the_files(tmp_path):
+    text = cards_page.PAGE.read_text()
+    assert cards_page.refreshed(text, cards_page.results_in(cards_page.RESULTS)) == text, (
+        "run make pages"
+    )
+    assert cards_page.NONE in "\n".join(cards_page.cards_table([]))
+    write_result(result_of_a_card(), tmp_path / "a.json")
+    write_result(result_of_a_card(day="2027-02-01", by=""), tmp_path / "b.json")
+    rows = list(cards_page.cards_table(cards_page.results_in(tmp_path)))[2:]
+    assert rows == [
+        "| AMD Radeon RX 6700 XT, 12 GiB | Linux 6.12.9 | 2.13.0+rocm7.2 | 2027-02-01 | anonymous | 1 | same | ranks |",
+        "| AMD Radeon RX 6700 XT, 12 GiB | Linux 6.12.9 | 2.13.0+rocm7.2 | 2027-01-31 | Ada / L. | 1 | same | ranks |",
     ]
-    full, lora, _ = gpu_check.verdicts(parts)
-    # what is held counts
-    assert lora["memory_met"] is False and lora["times_theirs"] == 1.5 and lora["faster"]
-    assert full["memory_met"] is None and full["faster"] is None
 
 
-def test_what_is_missing_is_named_with_the_words_that_install_it(monkeypatch, capsys):
-    told = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert sorted(gpu_check.MODULES.values()) == sorted(
-        re.split(r"[<>=~ ]", each)[0] for each in told
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"tiny": True}, "of --tiny"),
+        ({"torch": "2.13.0+cpu"}, "no result of a card"),
+        ({"device": "cpu"}, "no result of a card"),
+    ],
+)
+def test_a_file_that_says_nothing_of_a_card_is_in_no_table(tmp_path, change, problem):
+    result = result_of_a_card()
+    card = result.card.model_copy(update={k: v for k, v in change.items() if k != "tiny"})
+    result = result.model_copy(update={"card": card, "tiny": change.get("tiny", False)})
+    write_result(result, tmp_path / "a.json")
+    with pytest.raises(ValueError, match=problem):
+        cards_page.results_in(tmp_path)
+
+
+def test_what_is_missing_is_named_with_the_command_that_installs_it(monkeypatch, capsys):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert sorted(missing_packages.MODULES.values()) == sorted(
+        re.split(r"[<>=~ ]", requirement)[0] for requirement in project["dependencies"]
     )
-    assert gpu_check.missing() == []
-    monkeypatch.setitem(gpu_check.MODULES, "nowhere.to_be_found", "nowhere")
-    assert gpu_check.missing() == ["nowhere"]
-    assert gpu_check.refuse(["torch", "nowhere"]) == 2
+    assert missing_packages.main() == 0
+    monkeypatch.setitem(missing_packages.MODULES, "nowhere.to_be_found", "nowhere")
+    assert missing_packages.main() == 2
     message = capsys.readouterr().err
     assert "-m pip install nowhere" in message and "pip install torch" not in message
 
 
-def test_parts_take_less_than_nine_minutes_together():
-    assert gpu_check.TOTAL_SECONDS < 9 * 60
+def test_a_clone_has_the_same_check():
+    script = ROOT / "scripts" / "gpu_check.sh"
+    ended = subprocess.run(
+        [script, "--tiny", "--only", "waits"],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        env=os.environ | {"PYTHON": sys.executable},
+    )
+    assert ended.returncode == 2 and "add --yes" in ended.stderr
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck")

@@ -68,6 +68,23 @@ MAX_NAME_LENGTH = 1_000  # of a file; a longer text after --explain is a message
 @click.option(
     "--docker", is_flag=True, help="Print the docker run command with this machine's GPUs."
 )
+@click.option(
+    "--gpu-check",
+    "gpu_check",
+    is_flag=True,
+    help="Prove what runs right on this GPU, then time it (30 minutes), after asking.",
+)
+@click.option("--tiny", is_flag=True, help="--gpu-check: small shapes, on any device.")
+@click.option("--only", metavar="PART,PART", help="--gpu-check: run these parts.")
+@click.option("--limit", metavar="TIME", help="--gpu-check: end after this time, such as 15m.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="--gpu-check: write this file [default: gpu-check.json].",
+)
+@click.option("--by", metavar="NAME", help="--gpu-check: your name in the file, if you like.")
+@click.option("-y", "--yes", is_flag=True, help="--gpu-check: do not ask.")
 def command(
     probe: bool,
     as_json: bool,
@@ -76,6 +93,13 @@ def command(
     number: int | None,
     bundle: Path | None,
     docker: bool,
+    gpu_check: bool,
+    tiny: bool,
+    only: str | None,
+    limit: str | None,
+    output: Path | None,
+    by: str | None,
+    yes: bool,
 ) -> int:
     """Check this machine and suggest fixes.
 
@@ -95,6 +119,7 @@ def command(
         "--fix": number is not None,
         "--bundle": bundle is not None,
         "--docker": docker,
+        "--gpu-check": gpu_check,
     }
     options = [option for option, requested in tasks.items() if requested]
     if len(options) > 1:
@@ -105,6 +130,37 @@ def command(
         problem = "--json cannot be combined with --fix, --bundle or --docker"
         fix = "omit --json; it can be combined with --explain, --probe and --machine"
         raise UserError(problem, where="doctor", fix=fix, code=2)
+
+    settings = {
+        "--tiny": tiny,
+        "--only": only is not None,
+        "--limit": limit is not None,
+        "--output": output is not None,
+        "--by": by is not None,
+        "--yes": yes,
+    }
+    unused = [setting for setting, requested in settings.items() if requested]
+    if unused and not gpu_check:
+        problem = f"{unused[0]} is a setting of --gpu-check"
+        fix = f"bloomery doctor --gpu-check {' '.join(unused)} ..."
+        raise UserError(problem, where="doctor", fix=fix, code=2)
+    if gpu_check:
+        if machine is not None or probe:
+            name = "--machine" if machine is not None else "--probe"
+            problem = f"--gpu-check and {name} cannot be combined"
+            raise UserError(problem, where="doctor", fix=f"omit {name}", code=2)
+        from bloomery.cli.gpu_check import GpuCheckOptions, run_gpu_check
+
+        check_options = GpuCheckOptions(
+            tiny=tiny,
+            only=only or "",
+            limit=limit,
+            output=output,
+            by=by or "",
+            yes=yes,
+            as_json=as_json,
+        )
+        return run_gpu_check(check_options, public=without_names)
 
     # Explaining a message and printing a docker command need the machine, not its findings.
     checked_machine = load_machine(machine, probe=probe)

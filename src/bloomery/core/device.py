@@ -12,6 +12,7 @@ import sys
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, final
 
 from bloomery.core.errors import UserError
@@ -256,6 +257,29 @@ def recorded_event(device: AnyDevice) -> Any:
     event = new_event(device, timed=True)
     event.record()
     return event
+
+
+def warn_of_waits(device: AnyDevice, *, is_on: bool) -> bool:
+    """Make PyTorch warn wherever the host waits for the device. False where it cannot."""
+    set_mode = getattr(_module(device), "set_sync_debug_mode", None)
+    if set_mode is not None:
+        set_mode("warn" if is_on else "default")
+    return set_mode is not None
+
+
+@contextmanager
+def races_raise(device: AnyDevice) -> Generator[bool]:
+    """Inside, an access that no event orders after an earlier one raises an error. Yields whether PyTorch looks for it.
+
+    Operators take several times as long.
+    """
+    try:
+        sanitizer = import_module(f"torch.{_type_of(device)}._sanitizer")
+    except ModuleNotFoundError:
+        yield False
+        return
+    with sanitizer.CUDASanitizerDispatchMode():
+        yield True
 
 
 # Memory. Bytes; a CPU's is the process's, which the allocator does not count.
