@@ -35,6 +35,7 @@ from bloomery.facts.columns import (
 )
 from bloomery.facts.objectives import OBJECTIVES
 from bloomery.hardware.specs import GpuSpec, gpu_table
+from bloomery.hardware.vendors import VENDORS
 from bloomery.monitor import events
 from bloomery.recipe.load import json_schema
 
@@ -483,13 +484,16 @@ HEAD_OF_HARDWARE = f"""# Supported hardware
 Run `bloomery doctor` to check your GPU, or `bloomery plan RECIPE --gpu all` to compare GPUs.
 {NOTE}
 
-Supported: AMD GPUs (ROCm), NVIDIA GPUs (CUDA) and x86 CPUs.
-Not supported: Apple and Intel GPUs. Several GPUs of one model train together: [how](../how-to/several-gpus.md).
+Supported: AMD GPUs (ROCm), NVIDIA GPUs (CUDA), Intel's Arc A and B and Data Center GPU Max (XPU), and x86 CPUs.
+Planned for, not trained on: Apple's chips. Not supported: graphics in Intel's processors.
+Several GPUs of one model train together: [how](../how-to/several-gpus.md).
 
 | | status |
 |---|---|
 | CPU | tested: training, resume, evaluation and export run in the tests |
-| GPU | not yet run by Bloomery; figures come from the table and [published runs](../explanation/plan-accuracy.md) |
+| AMD, NVIDIA | not yet run; figures come from the table and [published runs](../explanation/plan-accuracy.md) |
+| Intel | not run on this hardware; a simulated device behind `torch.xpu` trains in the tests; speeds are assumed |
+| Apple | a plan of memory: M3 and later have no published rate |
 
 A GPU that is not listed is reported as unknown. Bloomery never substitutes a similar GPU's figures.
 
@@ -523,7 +527,7 @@ def hardware_page() -> str:
         lines.append(
             f"| {arch.family}: {', '.join(arch.names)} | {_precision(arch)} | {arch.matrix_units or 'none'} "
             f"| {flash} | {'yes' if arch.compile else 'no'} "
-            f"| {share}%{typical}: {arch.efficiency_source} |"
+            f"| {share}{'%' * bool(arch.efficiency)}{typical}: {arch.efficiency_source} |"
         )
     lines += [
         "",
@@ -533,7 +537,8 @@ def hardware_page() -> str:
         "Other peaks are the vendor's.",
         "",
     ]
-    for vendor, title in (("amd", "AMD"), ("nvidia", "NVIDIA")):
+    for vendor, facts in VENDORS.items():
+        title = facts.name
         head = "| GPU | architecture | memory, GB | bandwidth, GB/s | peak |\n|---|---|--:|--:|--:|"
         lines += [f"### {title}\n", head]
         archs = {name for arch in gpu_table().arch if arch.vendor == vendor for name in arch.names}

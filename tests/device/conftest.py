@@ -1,6 +1,14 @@
-"""Without the simulated device nothing here is collected: `python tests/device/run.py` has it."""
+"""Without the simulated device nothing here is collected: `python tests/device/run.py` has it.
+
+Intel's is reached as torch.xpu, the others as torch.cuda: `run.py --device intel,2,4` collects test_intel.py alone.
+"""
 
 import os
+from pathlib import Path
 
-if not os.environ.get("BLOOMERY_SIMULATED"):
-    collect_ignore_glob = ["test_*.py"]
+vendor = os.environ.get("BLOOMERY_SIMULATED", "").partition(",")[0]
+collect_ignore = [
+    path.name
+    for path in Path(__file__).parent.glob("test_*.py")
+    if not vendor or (path.name == "test_intel.py") != (vendor == "intel")
+]

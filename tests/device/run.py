@@ -11,7 +11,7 @@ chosen = ["amd", "2", "4"]
 if arguments[:1] == ["--device"]:
     chosen = arguments[1].split(",")
     arguments = arguments[2:]
-simulated.build()
+simulated.build(chosen[0])
 os.environ.update(simulated.environment(*chosen))
 arguments = arguments or [str(Path(__file__).parent)]
 os.execv(sys.executable, [sys.executable, "-m", "pytest", *arguments])

@@ -1,9 +1,10 @@
-"""Puts the simulated GPU of simulated_device.cpp behind torch.cuda, so that code written for a GPU runs unchanged.
+"""Puts the simulated GPU of simulated_device.cpp behind torch.cuda or torch.xpu: code for a GPU runs unchanged.
 
 A process has it whose environment names this folder's `startup` in PYTHONPATH and a device in BLOOMERY_SIMULATED:
-"amd" or "nvidia", then the number of devices and the GiB of each, as in "amd,2,4" (`environment` makes both). Its
-children inherit it. The library is loaded just before torch, whose CPU build asks once, early in its import, whether
-there is one for CUDA; everything above `torch._C` is PyTorch's own Python code, with its own checks of arguments.
+"amd", "nvidia" or "intel", then the number of devices and the GiB of each, as in "amd,2,4" (`environment` makes both).
+Its children inherit it. The library is loaded just before torch, whose CPU build asks once, early in its import,
+whether there is one for CUDA or XPU; everything above `torch._C` is PyTorch's own Python code, with its own checks of
+arguments.
 """
 
 import ctypes
@@ -28,6 +29,7 @@ SOURCES = "/src/bloomery/"
 TORCH_LIBRARIES = ("c10", "torch_cpu")
 _lib = None
 _waits = Counter()
+_has_float64 = True
 
 
 def environment(device="amd", devices=2, gib=4.0):
@@ -39,8 +41,9 @@ def environment(device="amd", devices=2, gib=4.0):
     }
 
 
-def build(*flags):
+def build(vendor="amd"):
     """The library, compiled once per source and torch. Without importing torch."""
+    flags = ["-DSIM_XPU"] if vendor == "intel" else []
     base = Path(importlib.util.find_spec("torch").origin).parent
     version = (base / "version.py").read_bytes()
     sources = b"".join(path.read_bytes() for path in [SOURCE, *sorted(LIBRARY.glob("*.h"))])
@@ -81,7 +84,7 @@ class _WithTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if name != "torch":
             return None
         sys.meta_path.remove(self)
-        library = build()
+        library = build(os.environ["BLOOMERY_SIMULATED"].partition(",")[0])
         spec = importlib.util.find_spec("torch")
         plain = spec.loader.exec_module
 
@@ -168,12 +171,19 @@ def sync_is_error(on):
     _lib.sim_sync_is_error(int(on))
 
 
+def has_float64(on):
+    """Whether tensors of the device may be in float64, as the properties of torch.xpu tell."""
+    global _has_float64
+    _has_float64 = on
+    _lib.sim_has_float64(int(on))
+
+
 def problem_is_error(on):
     _lib.sim_problem_is_error(int(on))
 
 
 def patch():
-    """Give torch.cuda the functions that a CUDA or ROCm build would have brought."""
+    """Give torch.cuda or torch.xpu the functions that a build for it would have brought."""
     import torch
 
     vendor, devices, gib = os.environ["BLOOMERY_SIMULATED"].split(",")
@@ -181,7 +191,8 @@ def patch():
     hip = "7.2.53211" if vendor == "amd" else None
     arch = "gfx942:sramecc+:xnack-"
     name = "AMD Instinct MI300X" if hip else "NVIDIA H100 80GB HBM3"
-    C, cuda = torch._C, torch.cuda
+    C, cuda = torch._C, torch.xpu if vendor == "intel" else torch.cuda
+    type_name = "xpu" if vendor == "intel" else "cuda"
     _lib.sim_report.restype = ctypes.c_char_p
     _lib.sim_current_stream.restype = ctypes.c_int64
     _lib.sim_set_fraction.argtypes = [ctypes.c_int, ctypes.c_double]
@@ -190,11 +201,15 @@ def patch():
     _lib.sim_set_devices(devices)
     for device in range(devices):
         capacity(gib, device)
-    kind = 1  # c10::DeviceType::CUDA
+    kind = 12 if vendor == "intel" else 1  # c10::DeviceType
 
-    C._has_cuda = True
-    torch.version.hip = hip
-    torch.version.cuda = None if hip else "13.0"
+    if vendor == "intel":
+        C._has_xpu = True
+        torch.version.xpu = "20250302"
+    else:
+        C._has_cuda = True
+        torch.version.hip = hip
+        torch.version.cuda = None if hip else "13.0"
 
     def exchange(device):
         before = _lib.sim_device()
@@ -231,7 +246,7 @@ def patch():
     def init():
         started_in.append(os.getpid())
         _lib.sim_hand_out_defaults(1)
-        cuda.default_generators = tuple(torch.Generator(f"cuda:{d}") for d in range(devices))
+        cuda.default_generators = tuple(torch.Generator(f"{type_name}:{d}") for d in range(devices))
         _lib.sim_hand_out_defaults(0)
 
     def is_in_bad_fork():
@@ -250,7 +265,7 @@ def patch():
         "resetAccumulatedMemoryStats": lambda d: None,
         "emptyCache": lambda *a: _lib.sim_empty_cache(),
         "setMemoryFraction": lambda f, d: _lib.sim_set_fraction(d, f),
-        "synchronize": lambda: _lib.sim_synchronize(_lib.sim_device()),
+        "synchronize": lambda *d: _lib.sim_synchronize(*d or [_lib.sim_device()]),
         "getCurrentStream": lambda d: stream_data(d, _lib.sim_current_stream(d)),
         "getCurrentRawStream": lambda d: _lib.sim_current_stream(d),
         "getDefaultStream": lambda d: stream_data(d, 0),
@@ -273,11 +288,32 @@ def patch():
         "set_sync_debug_mode": lambda mode: sync_is_error(mode == 2),
         "get_sync_debug_mode": lambda: 0,
         "ipc_collect": lambda: None,
+        # Of torch.xpu alone.
+        "getMemoryInfo": lambda d: (
+            int(stats(d).capacity - stats(d).reserved),
+            int(stats(d).capacity),
+        ),
+        "recordMemoryHistory": lambda *a: None,
     }
     for function, body in functions.items():
-        setattr(C, f"_cuda_{function}", body)
+        setattr(C, f"_{type_name}_{function}", body)
     cuda._exchange_device = cuda._maybe_exchange_device = exchange
     cuda._is_in_bad_fork = is_in_bad_fork
+
+    def properties_of_xpu(device):
+        return SimpleNamespace(
+            name="Intel(R) Arc(TM) B580 Graphics",
+            platform_name="Intel(R) oneAPI Unified Runtime over Level-Zero",
+            total_memory=int(stats(device).capacity),
+            max_compute_units=160,
+            has_fp16=True,
+            has_fp64=_has_float64,
+            has_bfloat16_conversions=True,
+            has_subgroup_matrix_multiply_accumulate=True,
+            is_integrated_gpu=False,
+            driver_version="1.6.33578",
+            uuid=f"sim-{device}",
+        )
 
     def properties(device):
         return SimpleNamespace(
@@ -299,7 +335,7 @@ def patch():
             shared_memory_per_block=65536,
         )
 
-    cuda._get_device_properties = properties
+    cuda._get_device_properties = properties_of_xpu if vendor == "intel" else properties
     C._cuda_getDeviceProperties = properties
 
     class _Error:
@@ -319,11 +355,13 @@ def patch():
             if "stream_id" in kwargs:
                 return torch.Stream.__new__(cls, **kwargs)
             index = cuda._utils._get_device_index(device, optional=True)
-            return torch.Stream.__new__(cls, torch.device("cuda", index), priority=priority)
+            return torch.Stream.__new__(cls, torch.device(type_name, index), priority=priority)
 
         @property
         def cuda_stream(self):
             return self.stream_id
+
+        sycl_queue = cuda_stream
 
         def record_event(self, event=None):
             event = Event() if event is None else event
@@ -333,7 +371,7 @@ def patch():
     class Event(torch.Event):
         def __new__(cls, enable_timing=False, blocking=False, interprocess=False, external=False):
             return torch.Event.__new__(
-                cls, torch.device("cuda"), enable_timing=enable_timing, blocking=blocking
+                cls, torch.device(type_name), enable_timing=enable_timing, blocking=blocking
             )
 
     for module in (cuda, cuda.streams):

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 AnyDevice: TypeAlias = "str | torch.device"
 # streams: copies out of pinned memory run beside the work. memory counts: the allocator knows what tensors hold, and
 # held at most. triton, varlen, flex: kernels of Triton, of varlen_attn and of FlexAttention, forward and backward.
-# cpu: kernels that only a CPU has, and C++ of ours.
-Capability = Literal["streams", "memory counts", "triton", "varlen", "flex", "cpu"]
+# float64: in general; `computes_float64` asks the device, too. cpu: kernels that only a CPU has, and C++ of ours.
+Capability = Literal["streams", "memory counts", "triton", "varlen", "flex", "float64", "cpu"]
 
 
 @final
@@ -37,7 +37,7 @@ class DeviceKind:
     prefixes: tuple[str, ...] = ()  # what users write before the number of a device: hip:0
 
 
-CPU = DeviceKind("cpu", frozenset[Capability]({"cpu"}))
+CPU = DeviceKind("cpu", frozenset[Capability]({"float64", "cpu"}))
 META = DeviceKind("meta", frozenset[Capability]())  # shapes without memory
 KINDS = (
     CPU,
@@ -45,10 +45,14 @@ KINDS = (
     # Also AMD's GPUs, to which PyTorch for ROCm gives this name.
     DeviceKind(
         "cuda",
-        frozenset[Capability]({"streams", "memory counts", "triton", "varlen", "flex"}),
+        frozenset[Capability]({"streams", "memory counts", "triton", "varlen", "flex", "float64"}),
         prefixes=("cuda", "hip", "rocm"),
     ),
-    DeviceKind("xpu", frozenset[Capability]({"streams", "memory counts"}), prefixes=("xpu",)),
+    DeviceKind(
+        "xpu",
+        frozenset[Capability]({"streams", "memory counts", "float64"}),
+        prefixes=("xpu",),
+    ),
     # One queue of work, and memory that is the host's.
     DeviceKind("mps", frozenset[Capability](), prefixes=("mps",)),
 )
@@ -69,7 +73,8 @@ class DeviceProperties:
 def device_kind(device: AnyDevice) -> DeviceKind:
     """A kind that is not listed has what torch.accelerator asks of any: streams, and an allocator that counts."""
     device_type = _type_of(device)
-    unlisted = DeviceKind(device_type, frozenset[Capability]({"streams", "memory counts"}))
+    capabilities = frozenset[Capability]({"streams", "memory counts", "float64"})
+    unlisted = DeviceKind(device_type, capabilities)
     return next((kind for kind in KINDS if kind.type == device_type), unlisted)
 
 
@@ -170,6 +175,16 @@ def multiplies_bfloat16(device: AnyDevice) -> bool:
     """Whether PyTorch says that this device computes in bfloat16 without emulation. Of AMD's it always does."""
     is_supported = getattr(_module(device), "is_bf16_supported", None)
     return is_supported is not None and bool(is_supported(including_emulation=False))
+
+
+def computes_float64(device: AnyDevice) -> bool:
+    """Whether PyTorch computes in float64 on it: not on Apple's GPUs, and of Intel's not on Arc A."""
+    if not can(device, "float64"):
+        return False
+    get_properties = (
+        getattr(_module(device), "get_device_properties", None) if is_accelerator(device) else None
+    )
+    return get_properties is None or bool(getattr(get_properties(device), "has_fp64", True))
 
 
 def products_take_tf32() -> bool:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bloomery.core.device import is_accelerator
+from bloomery.core.device import computes_float64, is_accelerator
 from bloomery.core.errors import UserError
 
 IMPOSSIBLE = float("-inf")
@@ -215,6 +215,9 @@ def sample_each_row(
     Raises NotFinite.
     """
     assert sampling.temperature > 0 and not sampling.has_penalties
+    # A device without float64 leaves the draw to the host, which has to wait for it anyway.
+    if not computes_float64(logits_NV.device):
+        logits_NV = logits_NV.cpu()
     # 1. Probabilities, up to a factor of each row: a pass over all logits for the logarithm of their sum is saved.
     if sampling.temperature != 1.0:
         logits_NV = logits_NV / sampling.temperature

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bloomery.core.device import computes_float64
 from bloomery.core.errors import UserError
 from bloomery.core.extras import install_packages
 from bloomery.facts.limits import (
@@ -86,7 +87,8 @@ def quantize_scales(scales_N: Tensor) -> tuple[Tensor, Tensor]:
 
     The mean is summed in float64: a base that is quantized again, with other threads, is the same to the bit.
     """
-    mean = scales_N.double().mean().float()
+    summed_N = scales_N if computes_float64(scales_N.device) else scales_N.cpu()
+    mean = summed_N.double().mean().float().to(scales_N.device)
     blocks, outer = _blocks(scales_N - mean, SCALES_BLOCK)
     levels = dynamic_levels(scales_N.device)
     bounds = (levels[:-1] + levels[1:]) / 2
