@@ -190,12 +190,20 @@ def test_the_worst_row_is_the_outcome_of_a_part():
 # The command
 
 
-
 def test_what_will_happen_is_said_before_anybody_is_asked(faults, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     faults(step="none", same="none")
     refused = subprocess.run(
-        [sys.executable, "-m", "bloomery", "doctor", "--gpu-check", "--tiny", "--only", "step,same"],
+        [
+            sys.executable,
+            "-m",
+            "bloomery",
+            "doctor",
+            "--gpu-check",
+            "--tiny",
+            "--only",
+            "step,same",
+        ],
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,

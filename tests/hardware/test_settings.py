@@ -62,6 +62,10 @@ CASES = [
     ("rx-6700-xt", "PYTORCH_NO_HIP_MEMORY_CACHING", "1", "slows"),
     ("rx-6700-xt", "AMD_LOG_LEVEL", "4", "slows"),
     ("laptop-without-a-gpu", "CUDA_VISIBLE_DEVICES", "0", "nothing"),
+    ("arc-b580", "PYTORCH_HIP_ALLOC_CONF", "expandable_segments:True", "nothing"),
+    ("arc-b580", "PYTORCH_ALLOC_CONF", "expandable_segments:True", "works"),
+    ("arc-b580", "CUDA_VISIBLE_DEVICES", "0", "nothing"),
+    ("h200", "ZE_AFFINITY_MASK", "0", "nothing"),
 ]
 
 

@@ -23,7 +23,7 @@ from bloomery.hardware.machine import (
     visible_devices,
 )
 from bloomery.hardware.specs import ArchSpec, CpuSpec, GpuSpec, arch_spec, cpu_spec, gpu_spec
-from bloomery.hardware.vendors import ORDERS, VENDORS, Build
+from bloomery.hardware.vendors import ALLOCATORS, ORDERS, VENDORS, Build
 from bloomery.hardware.wheels import DEFAULT_TORCH, TorchBuild, series, torch_builds, triton_of
 
 MEMORY_SHARE = 0.92  # of GPU memory: above it a ROCm driver can hang before PyTorch raises
@@ -31,7 +31,6 @@ MEMORY_SHARE = 0.92  # of GPU memory: above it a ROCm driver can hang before PyT
 SHARED_MEMORY_SHARE = 0.85
 HIP_ALLOCATOR = "garbage_collection_threshold:0.8,max_split_size_mb:512"
 CUDA_ALLOCATOR = "expandable_segments:True"
-ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 # Not MIOpen's folders: language models have no convolutions.
 TRITON_CACHE = "TRITON_CACHE_DIR"
 NODE_LOCAL = (TRITON_CACHE, "TORCHINDUCTOR_CACHE_DIR")

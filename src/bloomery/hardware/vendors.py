@@ -21,6 +21,7 @@ class VendorFacts:
     runtime: str
     masks: tuple[str, ...]  # variables that hide devices, in the order in which they apply
     mask: str  # the one of them that Bloomery sets
+    allocators: tuple[str, ...]  # variables that PyTorch's allocator for its GPUs reads
     # Bytes that the contexts of its collective library take: the first process group's, and each further one's.
     first_context: float
     next_context: float
@@ -40,6 +41,7 @@ class VendorFacts:
 
 # Not GPU_DEVICE_ORDINAL, which Slurm also sets: AMD's runtime uses it for OpenCL only (CLR, rocdevice.cpp).
 AMD_MASKS = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 VENDORS: dict[Vendor, VendorFacts] = {
     "amd": VendorFacts(
         name="AMD",
@@ -49,6 +51,7 @@ VENDORS: dict[Vendor, VendorFacts] = {
         runtime="HIP",
         masks=AMD_MASKS,
         mask="HIP_VISIBLE_DEVICES",  # ROCR_VISIBLE_DEVICES would renumber them
+        allocators=ALLOCATORS,
         first_context=0.95 * GIB,  # measured on MI250X
         next_context=0.65 * GIB,
         pci_vendor=0x1002,
@@ -63,6 +66,7 @@ VENDORS: dict[Vendor, VendorFacts] = {
         runtime="CUDA",
         masks=("CUDA_VISIBLE_DEVICES",),
         mask="CUDA_VISIBLE_DEVICES",
+        allocators=("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
         first_context=1.5 * GIB,  # ml-engineering, of two ranks
         next_context=0.3 * GIB,
         pci_vendor=0x10DE,
@@ -77,6 +81,7 @@ VENDORS: dict[Vendor, VendorFacts] = {
         runtime="SYCL",
         masks=("ZE_AFFINITY_MASK",),
         mask="ZE_AFFINITY_MASK",
+        allocators=("PYTORCH_ALLOC_CONF",),
         first_context=1.5 * GIB,  # not measured: as NVIDIA's
         next_context=0.3 * GIB,
         pci_vendor=0x8086,
@@ -91,6 +96,7 @@ VENDORS: dict[Vendor, VendorFacts] = {
         runtime="Metal",
         masks=(),
         mask="",
+        allocators=(),
         first_context=0.0,  # one GPU, and nothing to exchange
         next_context=0.0,
         # Of recommendedMaxWorkingSetSize, as reported: 17.8 of 24 GiB (sgl-project/sglang#29949), 107.5 of 128

@@ -6,10 +6,10 @@ from typing import Literal
 from bloomery.hardware.doctor.software import override
 from bloomery.hardware.machine import Machine, visible_devices
 from bloomery.hardware.profile import (
-    ALLOCATORS,
     Profile,
     family_name,
 )
+from bloomery.hardware.vendors import ALLOCATORS, VENDORS
 from bloomery.hardware.wheels import series
 
 EffectKind = Literal["nothing", "works", "slows", "harms"]
@@ -52,13 +52,14 @@ def idle_settings(machine: Machine, profile: Profile) -> tuple[Effect, ...]:
 def _allocator(
     name: str, value: str, machine: Machine, profile: Profile
 ) -> tuple[EffectKind, str] | None:
-    vendor = profile.accelerator.vendor if profile.accelerator else ""
+    vendor = profile.accelerator.vendor if profile.accelerator else None
     torch = machine.software.torch
-    if not vendor:
+    if vendor is None:
         return "nothing", "training runs on the CPU, which uses another allocator"
-    if (name, vendor) == ("PYTORCH_HIP_ALLOC_CONF", "nvidia"):
-        return "nothing", "it is read by ROCm builds only, and the GPU is from NVIDIA"
-    if vendor == "nvidia" or "expandable_segments:true" not in value.lower():
+    facts = VENDORS[vendor]
+    if name not in facts.allocators:
+        return "nothing", f"PyTorch for GPUs of {facts.name} does not read it"
+    if vendor != "amd" or "expandable_segments:true" not in value.lower():
         return "works", "it replaces the allocator settings of Bloomery"
     if torch is not None and series(torch) < HIP_SEGMENTS_SINCE:
         return (
@@ -106,6 +107,11 @@ def _effect(
                 and "HIP_VISIBLE_DEVICES" in environment
             ):
                 return "nothing", "HIP_VISIBLE_DEVICES is set and takes precedence"
+            if not any(name in VENDORS[each.vendor].masks for each in machine.accelerators):
+                return "nothing", "this machine has no GPU of AMD or NVIDIA"
+        case "ZE_AFFINITY_MASK":
+            if not any(device.vendor == "intel" for device in machine.accelerators):
+                return "nothing", "this machine has no GPU of Intel"
         case "FLASH_ATTENTION_TRITON_AMD_ENABLE":
             return "nothing", "it applies to the package flash-attn, which Bloomery does not use"
         case "HIP_VISIBLE_DEVICES" | "ROCR_VISIBLE_DEVICES":
