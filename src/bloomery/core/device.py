@@ -297,6 +297,13 @@ def races_raise(device: AnyDevice) -> Generator[bool]:
         yield True
 
 
+def sent(tensor: "torch.Tensor", device: AnyDevice) -> "torch.Tensor":
+    """A few numbers of the host, on the device. The host goes on at once where streams copy out of pinned memory."""
+    if not can(device, "streams"):
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 # Memory. Bytes; a CPU's is the process's, which the allocator does not count.
 
 

@@ -1,4 +1,4 @@
-"""The micro-batch: tokens, labels and masks, and what an objective adds to them."""
+"""The micro-batch: tokens, labels and masks, what an objective adds to them, and where things stand in them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -7,8 +7,29 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class Places:
+    """What the host reads off a batch, because it would have to wait for a device that finds it: how many there are.
+
+    `loss_positions`: those of the flattened batch whose label has a loss, int64 [N]. `document_offsets` and
+    `document_reach`: what attention needs of the documents it sees (`model.attention`); the reach stays on the host.
+    """
+
+    loss_positions: Tensor
+    document_offsets: Tensor
+    document_reach: Tensor
+
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Places":
+        """The same places with `change` applied to those that a device reads."""
+        return replace(
+            self,
+            loss_positions=change(self.loss_positions),
+            document_offsets=change(self.document_offsets),
+        )
+
+
+@dataclass(frozen=True)
 class Batch:
-    """One micro-batch; every field is a tensor [B, T], but for `whole_documents`.
+    """One micro-batch; every field is a tensor [B, T], but for `whole_documents` and `places`.
 
     `labels[b, t]` is the token after `tokens[b, t]`. `loss_mask` is 1 where the model is trained on that label, and 0
     at the end of a document and on padding. `positions` count from the start of the document, or of the sequence where
@@ -25,6 +46,8 @@ class Batch:
     kto_labels  int64 [B, T]: 1 on a desirable response, 0 on an undesirable one
     reference   float32 [B, T]: each label's log-probability under the reference model
     baseline    float32 []: the KL term from which KTO measures the rewards of a step
+
+    `places`: of this loss mask and these documents; a batch that changes them has none. Without them a device is asked.
     """
 
     tokens: Tensor  # int64
@@ -35,6 +58,7 @@ class Batch:
     sequences: Tensor | None = None  # int64
     extras: Mapping[str, Tensor] = field(default_factory=dict)
     whole_documents: Tensor | None = None  # int64
+    places: Places | None = None
 
     def tensors(self) -> list[Tensor]:
         """Every tensor of the batch, extras included."""
@@ -62,7 +86,7 @@ class Batch:
         return replace(self, extras={**self.extras, **tensors})
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        """The same batch with `change` applied to every tensor."""
+        """The same batch with `change` applied to every tensor, without `places`: they may differ then."""
         return Batch(
             tokens=change(self.tokens),
             labels=change(self.labels),

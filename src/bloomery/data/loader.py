@@ -1,7 +1,7 @@
 """Batches of a prepared dataset: index arithmetic from a step's number to its sequences."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +30,8 @@ class Loader:
 
     `reference`: a file of log-probabilities under a reference model, for the batches' extra "reference". A
     ReferenceWriter filled it from `stored_batches`, for the run with the id `run`.
+
+    `prepare`: of each batch, for the device that it goes to.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Loader:
         context: int = 1,
         reference: Path | None = None,
         run: str = "",
+        prepare: Callable[[Batch], Batch] | None = None,
     ) -> None:
         manifest = read_manifest(prepared)
         opened_split = open_split(prepared, split, manifest)
@@ -56,6 +59,7 @@ class Loader:
         self._reference = (
             None if reference is None else ReferenceScores(reference, self.tokens, run)
         )
+        self._prepare = prepare
         self._seed = seed
         self._data_rank = data_rank
         self._data_world = data_world
@@ -173,7 +177,8 @@ class Loader:
             sequences=_stack(_numbered_texts(packed)) if self._packing.packed_sources else None,
             extras=extras,
         )
-        return batch.part(self._context_rank, self._context)
+        part = batch.part(self._context_rank, self._context)
+        return part if self._prepare is None else self._prepare(part)
 
 
 def _stack(arrays: Iterable[np.ndarray[Any, np.dtype[Any]]]) -> Tensor:
@@ -210,12 +215,10 @@ class Prefetcher:
         batch_size: int,
         step_size: int | None = None,
         depth: int = 2,
-        pin_memory: bool = False,
     ) -> None:
         self._loader = loader
         self._cursor = cursor
         self._batch_size = batch_size
-        self._pin_memory = pin_memory
         self._step_size = batch_size if step_size is None else step_size
         self._left_in_step = self._step_size
         self._depth = depth
@@ -252,5 +255,4 @@ class Prefetcher:
         self._queue.append(self._thread.submit(self._read, cursor, filled))
 
     def _read(self, cursor: Cursor, filled: int) -> Batch:
-        batch = self._loader.batch(cursor, self._batch_size, filled=filled)
-        return batch.map_tensors(Tensor.pin_memory) if self._pin_memory else batch
+        return self._loader.batch(cursor, self._batch_size, filled=filled)

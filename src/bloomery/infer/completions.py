@@ -14,6 +14,7 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
+from bloomery.core.device import sent
 from bloomery.infer.decode import RunningBatch, RunningText, TextUpdate
 from bloomery.infer.past import Past
 from bloomery.infer.sampling import Sampling, sample_each_row
@@ -121,9 +122,8 @@ def sample_completions(
             source_slots = [
                 completion.prompt - prefixes.prompts.start for completion in new_completions
             ]
-            batch.add_read(
-                new_texts, prefixes.logits_NV[source_slots], prefixes.cache, source_slots
-            )
+            rows = sent(torch.tensor(source_slots), prefixes.logits_NV.device)
+            batch.add_read(new_texts, prefixes.logits_NV[rows], prefixes.cache, source_slots)
             num_begun += len(new_completions)
 
         # 2. One forward and one sampling for all of them; those that end leave.
@@ -157,10 +157,10 @@ def _read(decoder: Decoder, prompts: Sequence[Sequence[int]], first: int) -> _Pr
     # PyTorch reads padded prompts; what it has cached of the padding is cut off.
     device = next(decoder.parameters()).device
     tokens = [ids + [0] * (longest - len(ids)) for ids in read_prompts]
-    last_indices = torch.tensor([len(ids) - 1 for ids in read_prompts], device=device)
+    last_indices = sent(torch.tensor([len(ids) - 1 for ids in read_prompts]), device)
     cache.rows = range(len(read_prompts))
     output = decoder(
-        torch.tensor(tokens, device=device), head=PositionLogits(last_indices), cache=cache
+        sent(torch.tensor(tokens), device), head=PositionLogits(last_indices), cache=cache
     )
     for place, ids in enumerate(read_prompts):
         cache.cut(len(ids), place)

@@ -1,14 +1,17 @@
 """Forward of a micro-batch in the run's precision, with document masking; evaluation mode."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from bloomery.data.batch import Batch
+from bloomery.core.device import accelerator_type, can
+from bloomery.data.batch import Batch, Places
 from bloomery.model.adapters.lora import is_added
+from bloomery.model.attention.attend import DocumentBorders, borders_of
 from bloomery.model.decoder import Decoder, Output
 from bloomery.model.heads import Head
 
@@ -56,11 +59,47 @@ def autocast_forward(model: Decoder, precision: str) -> None:
         model.forward = autocast(model.forward)  # type: ignore[method-assign]
 
 
+def with_places(batch: Batch) -> Batch:
+    """The batch of the host with its places."""
+    borders = borders_of(batch.attended_documents)
+    loss_positions = batch.loss_mask.flatten().nonzero().squeeze(1)
+    return replace(batch, places=Places(loss_positions, *borders))
+
+
+def pinned(batch: Batch) -> Batch:
+    """The batch with its places, in memory of the host from which copies to a device overlap with its work.
+
+    On a machine without a device that has copies it is the batch itself.
+    """
+    device_type = accelerator_type()
+    if device_type is None or not can(device_type, "streams"):
+        return batch
+    return _mapped_with_places(batch, Tensor.pin_memory)
+
+
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch on `device`; from pinned memory the copy overlaps with the computation."""
+    """The batch on `device`, with its places; for a batch that is not pinned the host waits."""
     if device.type == "cpu":
         return batch
-    return batch.map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
+    return _mapped_with_places(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def _mapped_with_places(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+    places = batch.places or with_places(batch).places
+    assert places is not None
+    return replace(batch.map_tensors(change), places=places.map_tensors(change))
+
+
+def borders_in(batch: Batch) -> DocumentBorders | None:
+    """The borders of the attended documents, if the batch has its places."""
+    if batch.places is None:
+        return None
+    return DocumentBorders(batch.places.document_offsets, batch.places.document_reach)
+
+
+def loss_positions_in(batch: Batch) -> Tensor | None:
+    """Those of its loss mask, if the batch has its places."""
+    return None if batch.places is None else batch.places.loss_positions
 
 
 def forward(model: Decoder, batch: Batch, head: Head, *, precision: str) -> Output:
@@ -71,6 +110,7 @@ def forward(model: Decoder, batch: Batch, head: Head, *, precision: str) -> Outp
             batch.tokens,
             positions_BT=batch.positions,
             documents_BT=batch.attended_documents if isolated else None,
+            borders=borders_in(batch),
             head=head,
         )
     return output

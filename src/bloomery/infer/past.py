@@ -7,6 +7,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from bloomery.core.device import sent
 from bloomery.facts.config import ModelConfig
 from bloomery.model.cache import STEP_TOKENS, Cache
 from bloomery.model.decoder import ALL_LOGITS, Decoder, Output
@@ -148,7 +149,7 @@ class Past:
         try:
             with torch.no_grad():
                 output: Output = self.decoder(
-                    torch.tensor(tokens, device=device), head=head, cache=self.cache
+                    sent(torch.tensor(tokens), device), head=head, cache=self.cache
                 )
         except BaseException:  # Ctrl+C too: half a forward would stay in the cache
             for row in rows:

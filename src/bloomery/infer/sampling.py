@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bloomery.core.device import computes_float64, is_accelerator
+from bloomery.core.device import computes_float64, is_accelerator, sent
 from bloomery.core.errors import UserError
 
 IMPOSSIBLE = float("-inf")
@@ -233,7 +233,7 @@ def sample_each_row(
     pieces_NCV = F.pad(weights_NV, (0, padding)).view(len(weights_NV), -1, PIECE)
     ends_NC = rising_sums(pieces_NCV.sum(-1).double())
     total_N1 = ends_NC[:, -1:]
-    passed_N1 = uniforms_N.to(ends_NC.device)[:, None] * total_N1
+    passed_N1 = sent(uniforms_N, ends_NC.device)[:, None] * total_N1
     piece_N1 = _passing(ends_NC, passed_N1)
     before_N1 = F.pad(ends_NC, (1, 0)).gather(1, piece_N1)
     piece_NV = pieces_NCV.gather(1, piece_N1[:, :, None].expand(-1, -1, PIECE))[:, 0]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
+from bloomery.core.device import sent
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import layers
 
@@ -179,14 +180,19 @@ class Cache:
 
     def swap(self, slot: int, other_slot: int) -> None:
         """Exchanges the contents of two slots."""
-        pair = [slot, other_slot]
-        swapped_pair = [other_slot, slot]
         length = max(self.lengths[slot], self.lengths[other_slot])
         for layer in self.layers:
             num_keys = min(length, layer.capacity)
             for tensor in (layer.keys, layer.values):
                 if tensor is not None:
-                    tensor[pair, :, :num_keys] = tensor[swapped_pair, :, :num_keys]
+                    # A list of both slots as an index would be sent to the device, and the host would wait.
+                    numbers, other_numbers = (
+                        tensor[slot, :, :num_keys],
+                        tensor[other_slot, :, :num_keys],
+                    )
+                    own_numbers = numbers.clone()
+                    numbers.copy_(other_numbers)
+                    other_numbers.copy_(own_numbers)
         lengths = self.lengths
         lengths[slot], lengths[other_slot] = lengths[other_slot], lengths[slot]
         pasts = self.pasts
@@ -224,6 +230,6 @@ class Cache:
         key = ("lengths", 0)
         if key not in self._shared:
             assert self.rows.start == 0
-            self._shared[key] = torch.tensor(self.lengths[: len(self.rows)], device=device)
+            self._shared[key] = sent(torch.tensor(self.lengths[: len(self.rows)]), device)
         lengths: Tensor = self._shared[key]
         return lengths

@@ -18,12 +18,19 @@ from torch import Tensor, nn
 from bloomery.core.errors import UserError
 from bloomery.facts.config import ModelConfig, Stage, whole_model
 from bloomery.facts.counting import Layer, layers
-from bloomery.model.attention.attend import Backend, DocumentLayout, attend, decode, layout_of
+from bloomery.model.attention.attend import (
+    Backend,
+    DocumentBorders,
+    DocumentLayout,
+    attend,
+    decode,
+    layout_of,
+)
 from bloomery.model.cache import Cache, LayerCache
 from bloomery.model.compiled_scores import RowsOf
 from bloomery.model.heads import Head, Logits
 from bloomery.model.norms import build_norm
-from bloomery.model.rope import Rotary, rotary_tables, rotate
+from bloomery.model.rope import Frequencies, Rotary, rotary_tables, rotate
 from bloomery.model.transformers_backend import TransformersBackbone, output_matrix
 
 ALL_LOGITS = Logits()
@@ -277,6 +284,7 @@ class Backbone(nn.Module):
             self.embed_positions = blank_embedding(config.max_positions, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, layer, backend) for layer in layers(config))
         self.norm = build_norm(config, config.hidden_size)
+        self.frequencies = Frequencies(config)
 
     def forward(
         self,
@@ -284,11 +292,12 @@ class Backbone(nn.Module):
         positions_BT: Tensor | None,
         documents_BT: Tensor | None,
         cache: Cache | None,
+        borders: DocumentBorders | None = None,
     ) -> Tensor:
         """The last hidden states [B, T, D], normed; where the forward ends before the head, `StageLink.send`'s 0."""
         # What depends on positions and documents alone is computed once, for all layers.
         positions = self.positions(tokens_BT, positions_BT, cache)
-        layout = layout_of(documents_BT, backend=self.backend)
+        layout = layout_of(documents_BT, backend=self.backend, borders=borders)
         rotary_by_layer = self.rotary(positions)
 
         stage = self.stage
@@ -364,7 +373,7 @@ class Backbone(nn.Module):
         """The table of every layer of the whole decoder; layers that rotate alike share theirs."""
         rotations = [layer.rotation for layer in layers(self.config)]
         tables = {
-            rotation: rotary_tables(positions, self.config, rotation)
+            rotation: rotary_tables(positions, self.frequencies, rotation)
             for rotation in dict.fromkeys(rotations)
             if rotation is not None
         }
@@ -467,6 +476,7 @@ class Decoder(nn.Module):
         *,
         positions_BT: Tensor | None = None,
         documents_BT: Tensor | None = None,
+        borders: DocumentBorders | None = None,
         head: Head = ALL_LOGITS,
         cache: Cache | None = None,
     ) -> Output:
@@ -474,9 +484,10 @@ class Decoder(nn.Module):
 
         positions_BT: int64, counted from the start of each document (default: from the start of the row or the cache).
         documents_BT: int64, the document of each token in its sequence, from 0; padding is -1; masks attention. Where
-        ranks share the sequences, those of all tokens, and positions those of this rank's.
+        ranks share the sequences, those of all tokens, and positions those of this rank's. borders: of the documents,
+        where the caller knows them.
         """
-        last_BTD = self.model(tokens_BT, positions_BT, documents_BT, cache)
+        last_BTD = self.model(tokens_BT, positions_BT, documents_BT, cache, borders)
         head_output = None
         if self.ends_here:
             is_value = self.config.head == "values"

@@ -137,12 +137,14 @@ class ScoreSettings:
 class LabelScores:
     """The float32 log-probability of each label, [B, T]; with `settings.entropy` [2, B, T]. 0 where the weight is 0.
 
-    Rows of weight 0 are left out before the matmul.
+    Rows of weight 0 are left out before the matmul. `loss_positions_N`: the others, where they are known: else the host
+    waits for the device, which finds them.
     """
 
     labels_BT: Tensor
     loss_mask_BT: Tensor
     settings: ScoreSettings
+    loss_positions_N: Tensor | None = None
 
     def __call__(self, hidden_BTD: Tensor, output: nn.Linear, softcap: float | None) -> Tensor:
         parameter_names = {name for name, _ in output.named_parameters()}
@@ -184,7 +186,9 @@ class LabelScores:
                 *all_results.shape[:-1], *self.labels_BT.shape
             )
 
-        loss_positions = loss_mask_N.nonzero().squeeze(1)
+        loss_positions = self.loss_positions_N
+        if loss_positions is None:
+            loss_positions = loss_mask_N.nonzero().squeeze(1)
         results = label_scores(
             hidden_ND[loss_positions], weight_VD, labels_N[loss_positions], settings
         )
@@ -459,10 +463,13 @@ class Divergence:
     chunk: int
     temperature: float
     teacher: Teacher
+    loss_positions_N: Tensor | None = None  # as in `LabelScores`
 
     def __call__(self, hidden_BTD: Tensor, output: nn.Linear, softcap: float | None) -> Tensor:
         # Only positions with a loss are computed: their hidden states are taken out of the batch.
-        loss_positions = (self.loss_mask_BT.flatten() != 0).nonzero().squeeze(1)
+        loss_positions = self.loss_positions_N
+        if loss_positions is None:
+            loss_positions = self.loss_mask_BT.flatten().nonzero().squeeze(1)
         with torch.no_grad():
             teacher_hidden_NS = self.teacher.hidden().flatten(0, 1)[loss_positions]
         hidden_ND = hidden_BTD.flatten(0, 1)[loss_positions]

@@ -4,7 +4,7 @@ B batch, T time, H heads (query or key), E head width, R half of the part of a h
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -102,16 +102,41 @@ def table_scale(config: ModelConfig, scaling: RopeScaling | None) -> float:
     return math.sqrt(1 + math.log(scaling.factor) / math.log(_original(config, scaling)))
 
 
-def rotary_tables(positions: Tensor, config: ModelConfig, rotation: Rotation) -> Rotary:
+@final
+class Frequencies:
+    """The frequencies of a decoder's rotations, computed on the host and kept on its device.
+
+    A copy in every forward would make the host wait for the device: it could not queue the next micro-batch or token.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        self._kept: dict[tuple[Rotation, torch.device, int], Tensor] = {}
+
+    def at(self, positions: Tensor, rotation: Rotation) -> Tensor:
+        """float32 [R], on the device of the positions."""
+        scaling = rotation.scaling
+        if scaling is not None and scaling.kind == "dynamic":  # of each length its own
+            return frequencies(self.config, rotation, positions.max() + 1)
+        if scaling is not None and scaling.kind == "longrope":  # two, of which the length takes one
+            original = _original(self.config, scaling)
+            short = self._of_length(original, rotation, positions.device)
+            long = self._of_length(original + 1, rotation, positions.device)
+            return torch.where(positions.max() + 1 > original, long, short)
+        return self._of_length(0, rotation, positions.device)
+
+    def _of_length(self, length: int, rotation: Rotation, device: torch.device) -> Tensor:
+        key = rotation, device, length
+        if key not in self._kept:
+            self._kept[key] = frequencies(self.config, rotation, length).to(device)
+        return self._kept[key]
+
+
+def rotary_tables(positions: Tensor, kept: Frequencies, rotation: Rotation) -> Rotary:
     """Tables for positions [B, T] or [T]; float32 also under autocast, since angles do not survive bfloat16."""
-    scaling = rotation.scaling
-    length: Tensor | int = 0
-    if scaling is not None and scaling.kind in ("dynamic", "longrope"):
-        length = positions.max() + 1
-    plain = frequencies(config, rotation, length).to(positions.device)
-    angles = (positions[..., None].float() * plain).unsqueeze(-2)
+    angles = (positions[..., None].float() * kept.at(positions, rotation)).unsqueeze(-2)
     angles = angles if angles.ndim == 4 else angles.unsqueeze(0)
-    scale = table_scale(config, scaling)
+    scale = table_scale(kept.config, rotation.scaling)
     return Rotary(angles.cos() * scale, angles.sin() * scale)
 
 

@@ -181,8 +181,10 @@ class TransformersBackbone(nn.Module):
         positions_BT: Tensor | None,
         documents_BT: Tensor | None,
         cache: Cache | None,
+        borders: object = None,
     ) -> Tensor:
         """The last hidden states [B, T, D]."""
+        del borders  # its masks are made of the documents
         embedded_BTD = self.embed_tokens(tokens_BT)
         inputs: dict[str, Any] = {"inputs_embeds": embedded_BTD, "use_cache": cache is not None}
         if self._takes_positions:

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bloomery.core.device import is_accelerator
+from bloomery.core.device import is_accelerator, sent
 from bloomery.model.io.parameters import is_split
 from bloomery.parallel.mesh import Mesh
 
@@ -34,8 +34,8 @@ def _all_reduce_full(parameters: list[nn.Parameter], mesh: Mesh) -> None:
     # Ranks must call the same collectives: each has a gradient of every parameter, of zeros where it had none. How many
     # ranks had one travels along, so that no collective before these has to tell.
     is_missing = [parameter.grad is None for parameter in parameters]
-    ranks_with_gradient = torch.tensor(
-        [0.0 if missing else 1.0 for missing in is_missing], device=parameters[0].device
+    ranks_with_gradient = sent(
+        torch.tensor([0.0 if missing else 1.0 for missing in is_missing]), parameters[0].device
     )
 
     bucket = [ranks_with_gradient]

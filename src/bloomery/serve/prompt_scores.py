@@ -8,6 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from bloomery.core.device import sent
 from bloomery.infer.sampling import NotFinite
 from bloomery.model.cache import Cache
 from bloomery.model.decoder import ALL_LOGITS
@@ -70,7 +71,7 @@ class PromptScores:
         if not bool(logits_TV.isfinite().all()):
             raise NotFinite()
         logprobs_TV = logits_TV.log_softmax(-1)
-        chosen = torch.tensor(following, device=logprobs_TV.device)
+        chosen = sent(torch.tensor(following), logprobs_TV.device)
         logprobs_T = logprobs_TV.gather(1, chosen[:, None])[:, 0].tolist()
         likeliest = logprobs_TV.topk(min(self.top, logprobs_TV.shape[-1]), dim=-1)
         spelled = self.model.spelled

@@ -11,6 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from bloomery.core.device import sent
 from bloomery.data.chat.render import ChatFormat, chat_format
 from bloomery.data.examples import Message
 from bloomery.data.tokenizer.templates import find_template, own_templates
@@ -85,7 +86,7 @@ class Served:
             self.adapters.choose([adapter])
         device = self.decoder.model.embed_tokens.weight.device
         with torch.no_grad():
-            tokens = torch.tensor([list(piece)], device=device)
+            tokens = sent(torch.tensor([list(piece)]), device)
             output: Tensor = self.decoder(tokens, head=head, cache=cache).head[0]
         return output
 

@@ -14,6 +14,7 @@ from bloomery.data.batch import Batch
 from bloomery.data.loader import Loader, Prefetcher
 from bloomery.data.shards import SplitName
 from bloomery.data.tokenizer.tokenizer import Tokenizer
+from bloomery.infer.forward import pinned
 from bloomery.model.decoder import Decoder
 from bloomery.monitor.events import Emit
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
@@ -92,7 +93,6 @@ class DatasetSource:
             batch_size=train.micro_batch_size * train.data_parallel,
             step_size=train.sequences_per_step,
             depth=plan.data.prefetch,
-            pin_memory=plan.data.pin_memory,
         )
 
         def steps() -> Iterator[StepBatches]:
@@ -125,4 +125,5 @@ def open_loader(
         context=mesh.context,
         reference=reference,
         run=run,
+        prepare=pinned if data.pin_memory else None,
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from bloomery.core.device import seed_generators
+from bloomery.core.device import seed_generators, sent
 from bloomery.data.batch import Batch
 from bloomery.data.order import mix
 from bloomery.infer.forward import forward, has_dropout, to_device
@@ -199,7 +199,8 @@ def train_step(
 
     A non-finite step changes neither weights nor states, unless the optimizer is fused into backward: then those of
     the last layers (`StepResult.ending`). `position`: the first sequence of the step. The host waits for the device
-    once, for loss and norm; the update then runs while the host continues.
+    once, for loss and norm; the update then runs while the host continues. An optimizer that is fused into backward
+    makes it wait twice more: before backward, which updates weights, and for the norm after it.
     """
     model = model_and_optimizer.model
     optimizer = model_and_optimizer.optimizer
@@ -250,14 +251,19 @@ def train_step(
     }
     if passes.fused_norm is None:
         norm = global_norm(gradients, mesh, stage_parameters) / scale_factor
-    else:
-        norm = total.new_tensor(passes.fused_norm)
+    else:  # the host has it, as a float32 norm like any other
+        norm = torch.tensor(passes.fused_norm, dtype=torch.float32)
     total, metric_sums = all_reduce_losses(total, metric_sums, mesh)
 
     # The one time that the host waits for the device. A metric is a tensor of its sum and its count; without any count
     # (in KTO: no desirable response) its mean is NaN, and it is left out.
     metric_means = [metric_sum[0] / metric_sum[1] for metric_sum in metric_sums.values()]
-    loss, grad_norm, *metrics = torch.stack([total / num_targets, norm, *metric_means]).tolist()
+    on_device = [total / num_targets, *metric_means]
+    if norm.device == total.device:
+        loss, *metrics, grad_norm = torch.stack([*on_device, norm]).tolist()
+    else:
+        loss, *metrics = torch.stack(on_device).tolist()
+        grad_norm = norm.item()
     result = StepResult(
         loss,
         grad_norm,
@@ -360,12 +366,11 @@ def extremes_of_all_ranks(extremes: Mapping[str, Tensor], mesh: Mesh) -> dict[st
     if not extremes:
         return {}
     signs = [-1.0 if name.endswith(LEAST) else 1.0 for name in extremes]
-    signed_extremes = [
-        sign * float(metric[0]) for sign, metric in zip(signs, extremes.values(), strict=True)
-    ]
+    values = torch.stack([metric[0].double() for metric in extremes.values()]).tolist()
+    signed_extremes = [sign * value for sign, value in zip(signs, values, strict=True)]
     largest = mesh.all_reduce_max(*signed_extremes)
     return {
-        name: metric.new_tensor([sign * value, 1.0])
+        name: sent(torch.tensor([sign * value, 1.0], dtype=metric.dtype), metric.device)
         for (name, metric), sign, value in zip(extremes.items(), signs, largest, strict=True)
     }
 
@@ -385,8 +390,8 @@ def global_norm(
         norms = torch.zeros(0, device=mesh.device)
     if mesh.shard > 1 and local_gradients:
         # A gradient in shards is the rows of all ranks; one that every rank has in full counts once.
-        are_rows = torch.tensor(
-            [is_split(gradient) for gradient in gradients.values()], device=norms.device
+        are_rows = sent(
+            torch.tensor([is_split(gradient) for gradient in gradients.values()]), norms.device
         )
         if stage_parameters is None:
             norm_of_rows = mesh.norm_over_shards(torch.linalg.vector_norm(norms * are_rows))

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bloomery.core.device import sent
 from bloomery.core.errors import UserError
 from bloomery.model.adapters.base_changes import changes_of_base
 from bloomery.model.adapters.lora import LoraLinear, adapt_as
@@ -69,7 +70,7 @@ class Adapters:
             rows = [row for row, name in enumerate(names) if name == adapter]
             uses_all_rows = len(rows) == len(names)
             self._rows.by_adapter[adapter] = (
-                None if uses_all_rows else torch.tensor(rows, device=self._device)
+                None if uses_all_rows else sent(torch.tensor(rows), self._device)
             )
 
     @torch.no_grad()

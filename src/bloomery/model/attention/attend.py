@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -102,8 +103,26 @@ class DocumentLayout:
     num_keys_B: Tensor | None = None
 
 
-def layout_of(documents_BT: Tensor | None, *, backend: str) -> DocumentLayout:
-    """Document numbers are contiguous in a row, padding is -1; None: every row is one document. Runs uncompiled."""
+class DocumentBorders(NamedTuple):
+    """What the host must know of documents: found there, or the host waits for the device that finds it."""
+
+    offsets: Tensor  # `document_offsets`, on the device of the documents
+    reach: Tensor  # `reach_of`, on the host
+
+
+def borders_of(documents_BT: Tensor) -> DocumentBorders:
+    """Of documents on the host."""
+    first_BT = document_starts(documents_BT)
+    return DocumentBorders(document_offsets(first_BT), reach_of(first_BT))
+
+
+def layout_of(
+    documents_BT: Tensor | None, *, backend: str, borders: DocumentBorders | None = None
+) -> DocumentLayout:
+    """Document numbers are contiguous in a row, padding is -1; None: every row is one document. Runs uncompiled.
+
+    `borders`: of these documents, where they are known.
+    """
     if documents_BT is None:
         return DocumentLayout()
     assert backend != "sdpa", (
@@ -117,8 +136,12 @@ def layout_of(documents_BT: Tensor | None, *, backend: str) -> DocumentLayout:
             first_BT, (started_BTS & (position_T <= position_T[:, None]))[:, None]
         )
     if backend == "varlen":
-        return DocumentLayout(first_BT, offsets=document_offsets(first_BT))
-    return DocumentLayout(first_BT, reach=reach_of(first_BT) if backend == "blockwise" else None)
+        offsets = document_offsets(first_BT) if borders is None else borders.offsets
+        return DocumentLayout(first_BT, offsets=offsets)
+    if backend == "blockwise":
+        reach = reach_of(first_BT) if borders is None else borders.reach
+        return DocumentLayout(first_BT, reach=reach)
+    return DocumentLayout(first_BT)
 
 
 def document_starts(documents_BT: Tensor) -> Tensor:
@@ -291,12 +314,11 @@ def _varlen(
     assert options.softcap is None, "varlen_attn has no soft-cap"
     assert options.window is None, "windows are FlexAttention's"
     batch, heads, length, _ = q_BHTE.shape
-    rows = range(0, batch * length + 1, length)
-    offsets = (
-        torch.tensor(rows, dtype=torch.int32, device=q_BHTE.device)
-        if layout.offsets is None
-        else layout.offsets
-    )
+    offsets = layout.offsets
+    if offsets is None:  # every row is a document
+        offsets = torch.arange(
+            0, batch * length + 1, length, dtype=torch.int32, device=q_BHTE.device
+        )
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTE, k_BKTE, v_BKTE))
     context_NHE = varlen_attn(
         q,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from bloomery.core.progress import progress
@@ -104,8 +105,8 @@ def validation_result(
     # Sums of this rank: the loss, what it counts (tokens, pairs), loss tokens, the bytes of their text, metrics.
     start_time = time.perf_counter()
     device = next(model.parameters()).device
-    total = 0.0
-    count = 0
+    totals = list[Tensor]()
+    counts = list[Tensor]()
     loss_tokens = 0
     text_bytes = 0
     num_done = 0
@@ -119,8 +120,8 @@ def validation_result(
                 num_done + len(batch.tokens), num_sequences
             )  # the last batch is filled up
             progress(f"{num_done:,} of {counted(num_sequences, 'sequences')}")
-            total += float(parts.total)
-            count += round(float(parts.count))
+            totals.append(parts.total)
+            counts.append(parts.count)
             metric_sums = joined_metrics(metric_sums, parts.metrics)
             if not mesh.last_stage:  # the stages of a pipeline read the same batches
                 continue
@@ -128,9 +129,17 @@ def validation_result(
             loss_tokens += int(has_loss.sum())
             text_bytes += int(token_bytes[batch.labels[has_loss].numpy()].sum())
 
+    # Read from the device once: the host has queued every batch, and the device waited for none.
+    total = 0.0
+    count = 0
+    if totals:
+        for batch_total in torch.stack(totals).tolist():
+            total += batch_total
+        count = sum(map(round, torch.stack(counts).tolist()))
+
     # Sums over all ranks; a loss per pair or response has no bytes that it could be compared to.
-    total, *counts = mesh.all_reduce_sum(total, count, loss_tokens, text_bytes)
-    count, loss_tokens, text_bytes = (round(number) for number in counts)
+    total, *reduced_counts = mesh.all_reduce_sum(total, count, loss_tokens, text_bytes)
+    count, loss_tokens, text_bytes = map(round, reduced_counts)
     metric_sums = {name: mesh.all_reduce(sums) for name, sums in metric_sums.items()}
     if count == 0:
         return None

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bloomery.core.device import sent
 from bloomery.core.errors import UserError
 from bloomery.core.progress import progress
 from bloomery.core.units import counted
@@ -115,11 +116,15 @@ def _score(
         labels_BT[row, : len(ids) - 1] = ids[1:]
         loss_mask_BT[row, piece.scored - 1 - piece.start : len(ids) - 1] = 1
     chunk = max(_LOGITS_AT_ONCE // decoder.config.vocab_size, 1)
+    loss_positions = loss_mask_BT.flatten().nonzero().squeeze(1)
+    head = LabelScores(
+        sent(labels_BT, device),
+        sent(loss_mask_BT, device),
+        ScoreSettings(chunk),
+        sent(loss_positions, device),
+    )
     with eval_mode(decoder):
-        output: Output = decoder(
-            tokens_BT.to(device),
-            head=LabelScores(labels_BT.to(device), loss_mask_BT.to(device), ScoreSettings(chunk)),
-        )
+        output: Output = decoder(sent(tokens_BT, device), head=head)
     scores_BT = output.head.float().cpu().numpy()
     return [
         -scores_BT[row, piece.scored - 1 - piece.start : piece.end - 1 - piece.start]
@@ -207,9 +212,9 @@ def score_continuations(
                     positions += range(row_end - len(continuation), row_end)
                     labels += continuation
             head = _ScoresAt(
-                torch.tensor(positions, device=device), torch.tensor(labels, device=device), chunk
+                sent(torch.tensor(positions), device), sent(torch.tensor(labels), device), chunk
             )
-            output: Output = decoder(tokens_BT.to(device), head=head)
+            output: Output = decoder(sent(tokens_BT, device), head=head)
             pair_scores = output.head.float().cpu().split(sizes, 1)
             for pair, scores_2C in zip(batch_pairs, pair_scores, strict=True):
                 logprob = float(scores_2C[0].double().sum())
@@ -270,7 +275,7 @@ def value_scores(
                 tokens_BT[row, : len(texts[number])] = torch.tensor(
                     texts[number], dtype=torch.int64
                 )
-            values_BT: Tensor = decoder(tokens_BT.to(device), head=Values()).head
+            values_BT: Tensor = decoder(sent(tokens_BT, device), head=Values()).head
             ends = torch.tensor([len(texts[number]) - 1 for number in numbers])
             values[numbers] = values_BT.float().cpu()[torch.arange(len(numbers)), ends]
             num_done += len(numbers)

@@ -9,9 +9,16 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
+from bloomery.core.device import sent
 from bloomery.data.batch import Batch
 from bloomery.facts.objectives import LossUnit, ObjectiveSpec
-from bloomery.infer.forward import eval_mode, forward, has_dropout, to_device
+from bloomery.infer.forward import (
+    eval_mode,
+    forward,
+    has_dropout,
+    loss_positions_in,
+    to_device,
+)
 from bloomery.model.adapters.lora import adapters_disabled
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import (
@@ -105,14 +112,15 @@ class Scoring:
         return scores if self.value_head is None else ScoresAndValues(scores, self.value_head)
 
     def label_scores(self, batch: Batch) -> LabelScores:
-        return LabelScores(batch.labels, batch.loss_mask, replace(self.settings, into_grad=True))
+        settings = replace(self.settings, into_grad=True)
+        return LabelScores(batch.labels, batch.loss_mask, settings, loss_positions_in(batch))
 
 
 def batch_label_scores(
     model: Decoder, batch: Batch, settings: ScoreSettings, *, precision: str
 ) -> Tensor:
     """float32 [B, T]: the log-probability of each loss token, 0 elsewhere."""
-    head = LabelScores(batch.labels, batch.loss_mask, settings)
+    head = LabelScores(batch.labels, batch.loss_mask, settings, loss_positions_in(batch))
     output = forward(model, batch, head, precision=precision)
     # Stages of a pipeline without the head have no scores, and nobody reads theirs.
     return output.head if model.ends_here else torch.zeros_like(batch.loss_mask)
@@ -301,10 +309,17 @@ def kto(inputs: ObjectiveInputs) -> Objective:
         reference = _reference_pairs(scores_BT, batch)
         return kto_kl(pairs.rejected, reference.rejected, pairs.present_P)
 
-    def mismatched_head(batch: Batch) -> LabelScores:
-        """Scores sequences 2i + 1 alone: prompts with the response of another prompt."""
-        is_mismatched = _sequences(batch) % 2 == 1
-        return LabelScores(batch.labels, batch.loss_mask * is_mismatched, scoring.settings)
+    def mismatched_head(host_batch: Batch, batch: Batch) -> LabelScores:
+        """Scores sequences 2i + 1 alone: prompts with the response of another prompt. `batch`: on the device."""
+        loss_mask_BT = host_batch.loss_mask * (_sequences(host_batch) % 2 == 1)
+        loss_positions = loss_mask_BT.flatten().nonzero().squeeze(1)
+        device = batch.labels.device
+        return LabelScores(
+            batch.labels,
+            sent(loss_mask_BT, device),
+            scoring.settings,
+            sent(loss_positions, device),
+        )
 
     def before(model: Decoder, batches: Sequence[Batch]) -> list[Batch]:
         if inputs.base_scores is not None:
@@ -315,8 +330,10 @@ def kto(inputs: ObjectiveInputs) -> Objective:
         device = next(model.parameters()).device
         with eval_mode(model):
             sums = list[Tensor]()
-            for batch in (to_device(batch, device) for batch in batches):
-                output = forward(model, batch, mismatched_head(batch), precision=precision)
+            for host_batch in batches:
+                batch = to_device(host_batch, device)
+                head = mismatched_head(host_batch, batch)
+                output = forward(model, batch, head, precision=precision)
                 if mesh.last_stage:
                     sums.append(kl_sums(output.head, batch))
                 else:

@@ -15,7 +15,7 @@ from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import smallest_window
 from bloomery.facts.limits import refuse_teacher_length, refuse_teacher_tokenizer
 from bloomery.hub import local_model
-from bloomery.infer.forward import matmul_dtype
+from bloomery.infer.forward import borders_in, loss_positions_in, matmul_dtype
 from bloomery.model.configs import read_config
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import Divergence, Teacher
@@ -112,8 +112,17 @@ def divergence_head(
 
     def hidden_states() -> Tensor:
         documents = None if teacher.model.backend == "sdpa" else batch.documents
-        states: Tensor = teacher.model(batch.tokens, batch.positions, documents, None)
+        states: Tensor = teacher.model(
+            batch.tokens, batch.positions, documents, None, borders_in(batch)
+        )
         return states
 
     teacher_of_batch = Teacher(hidden_states, teacher.lm_head, teacher.config.final_softcap)
-    return Divergence(batch.labels, batch.loss_mask, chunk, temperature, teacher_of_batch)
+    return Divergence(
+        batch.labels,
+        batch.loss_mask,
+        chunk,
+        temperature,
+        teacher_of_batch,
+        loss_positions_in(batch),
+    )

@@ -152,8 +152,16 @@ class OptimizersContainer:
         return {name: value for name, value in self._named_slots() if value.ndim > 0}
 
     def scalars(self) -> dict[str, float]:
-        """State without dimensions (step counts), by "parameter.slot"."""
-        return {name: value.item() for name, value in self._named_slots() if value.ndim == 0}
+        """State without dimensions (step counts), by "parameter.slot". The host waits for the device at most once."""
+        values = {name: value for name, value in self._named_slots() if value.ndim == 0}
+        names_by_place = dict[tuple[torch.device, torch.dtype], list[str]]()
+        for name, value in values.items():
+            names_by_place.setdefault((value.device, value.dtype), []).append(name)
+        numbers = dict[str, float]()
+        for names in names_by_place.values():
+            of_place = torch.stack([values[name] for name in names]).tolist()
+            numbers |= dict(zip(names, of_place, strict=True))
+        return {name: numbers[name] for name in values}
 
     def is_split(self, key: str) -> bool:
         """Whether the state "parameter.slot" is this rank's rows of a tensor that a checkpoint has in full."""

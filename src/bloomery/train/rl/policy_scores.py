@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import final
 
+import torch
 from torch import Tensor
 
 from bloomery.infer.forward import eval_mode, forward, to_device
@@ -71,9 +72,12 @@ class PolicyScores:
                 on_device = to_device(batch, device)
                 head = self._scoring(on_device)
                 output = forward(scored_model, on_device, head, precision=self._precision)
-                outputs.append(output.head[list(rows)].cpu())
+                outputs.append(torch.stack([output.head[row] for row in rows]))
+        outputs_on_host = torch.stack(outputs).cpu()  # the host waits once for all micro-batches
         own_numbers = [
-            outputs[place.micro_batch][:, place.row, completion_span(sample, place)].tolist()
+            outputs_on_host[
+                place.micro_batch, :, place.row, completion_span(sample, place)
+            ].tolist()
             for sample, place in zip(
                 samples[mesh.data_rank :: mesh.data_world], places, strict=True
             )

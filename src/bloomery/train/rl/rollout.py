@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bloomery.data.batch import Batch
+from bloomery.infer.forward import pinned
 from bloomery.plan.types import DataPlan, TrainPlan
 
 DRAWN_LOGPS = "drawn_logps"  # the name of sampled log-probabilities in checkpoints
@@ -174,14 +175,15 @@ class SamplePlace:
 @final
 @dataclass(frozen=True)
 class MicroBatchShape:
-    """A micro-batch of a step: so many sequences of so many tokens."""
+    """A micro-batch of a step: so many sequences of so many tokens, in pinned memory for a device that copies it."""
 
     rows: int
     length: int
+    pin_memory: bool = False
 
     @classmethod
     def of(cls, train: TrainPlan, data: DataPlan) -> "MicroBatchShape":
-        return cls(rows=train.micro_batch_size, length=data.sequence_length)
+        return cls(train.micro_batch_size, data.sequence_length, data.pin_memory)
 
 
 def pack_for_rank(
@@ -200,7 +202,7 @@ def pack_for_rank(
     most_batches = max(len(of_rank) for of_rank, _ in packed_by_rank)
     while len(batches) < most_batches:
         batches.append(empty_batch(samples, length=length, rows=rows))
-    return batches, places
+    return [pinned(batch) for batch in batches] if shape.pin_memory else batches, places
 
 
 def pack(
