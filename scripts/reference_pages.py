@@ -486,7 +486,7 @@ Run `bloomery doctor` to check your GPU, or `bloomery plan RECIPE --gpu all` to 
 
 Supported: AMD GPUs (ROCm), NVIDIA GPUs (CUDA), Intel's Arc A and B and Data Center GPU Max (XPU), and x86 CPUs.
 Planned for, not trained on: Apple's chips. Not supported: graphics in Intel's processors.
-Several GPUs of one model train together: [how](../how-to/several-gpus.md).
+Several GPUs train together, also of two models: [how](../how-to/several-gpus.md).
 
 | | status |
 |---|---|

@@ -236,10 +236,31 @@ def test_every_gpu_like_the_best_one_is_used_and_a_list_narrows() -> None:
     assert build_profile(machine).environment.value["HIP_VISIBLE_DEVICES"] == "0,1"
     assert chosen_devices(mixed, "1")[1] == 1
     assert chosen_devices(mixed, "cpu,cpu") == (narrowed(mixed, "cpu"), 2)
-    with pytest.raises(UserError, match="not alike"):
-        chosen_devices(mixed, "0,2")
     with pytest.raises(UserError, match="named twice"):
         chosen_devices(mixed, "0,0")
+
+
+def test_unequal_gpus_train_together_where_they_are_named() -> None:
+    small = MI300X.model_copy(
+        update={
+            "index": 1,
+            "name": "AMD Radeon RX 6600",
+            "arch": "gfx1032",
+            "memory_bytes": 8 * 2**30,
+        }
+    )
+    mixed = GPU.model_copy(update={"accelerators": (MI300X, small)})
+    best_alone, count = chosen_devices(mixed, None)
+    assert (build_profile(best_alone).environment.value["HIP_VISIBLE_DEVICES"], count) == ("0", 1)
+    machine, count = chosen_devices(mixed, "0,1")
+    assert (machine.together, count) == (True, 2)
+    assert build_profile(machine).environment.value["HIP_VISIBLE_DEVICES"] == "0,1"
+    assert chosen_devices(mixed, "1")[0].together is False
+    # A resumed run has them both again.
+    assert same_devices(mixed, machine).together
+    nvidia = small.model_copy(update={"vendor": "nvidia", "arch": "sm_86"})
+    with pytest.raises(UserError, match="two vendors"):
+        chosen_devices(mixed.model_copy(update={"accelerators": (MI300X, nvidia)}), "0,1")
 
 
 def test_the_recipe_and_the_devices_agree_or_both_numbers_are_said() -> None:

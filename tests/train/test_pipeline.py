@@ -5,7 +5,7 @@ gradient of a tied matrix is a sum over both ends, those of copies and shards ar
 """
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,11 @@ from test_ranks_features import gradients_in, train_noting_gradients
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.model.native import find_compiler
+from bloomery.plan import stages
+from bloomery.plan.estimate.mesh import MeshSplit
+from bloomery.plan.estimate.speed import Rate
+from bloomery.plan.estimate.states import TrainedModel
+from bloomery.plan.estimate.step import StepShape
 from bloomery.recipe.objectives import Kto, Preference, Reward, Sft, SimPo
 from bloomery.recipe.schema import Lora, Quantize
 from bloomery.train.diagnostics.stragglers import SLOW_STEPS
@@ -371,6 +376,33 @@ def test_a_pipeline_trains_as_one_rank(plan_of, tmp_path, case) -> None:
     for kind in ("StepDone", "EvalDone", "Sampled", "StepHealth", "RunStarted", "Warned"):
         assert comparable(many, kind) == comparable(one, kind), kind
     assert_same_checkpoints(*folders, step=STEPS)
+
+
+def test_the_cut_for_unequal_devices_trains_as_one_rank(plan_of, tmp_path) -> None:
+    """Two ranks on a stand-in for a GPU and one of a third of its speed."""
+    case = Case(config={"num_layers": 8})
+    plan = plan_of(case)
+    step = StepShape(
+        model=TrainedModel.of(plan, plan.model.config),
+        sequence_length=plan.data.sequence_length,
+        micro_batch_size=plan.train.micro_batch_size,
+        precision=plan.train.precision,
+        optimizer=plan.optimizer.kind,
+        attention=plan.model.attention,
+        checkpointing="none",
+        compiled=False,
+        score_chunk=plan.model.score_chunk,
+        context_bytes=0.0,
+        on_gpu=False,
+    )
+    devices = [
+        stages.Device(name, Rate(peak=peak, share=(1.0, 1.0, 1.0)), limit=1e12)
+        for name, peak in (("fast", 3e9), ("slow", 1e9))
+    ]
+    split = MeshSplit(pipeline=2)
+    layers = stages.cut_layers(step, split, devices, vendor=None, micro_batches=8).layers
+    assert sum(layers) == 8 and layers[0] >= 6
+    test_a_pipeline_trains_as_one_rank(plan_of, tmp_path, replace(case, layers=layers))
 
 
 def test_an_uneven_cut_is_named_once_and_is_no_straggler(plan_of, tmp_path) -> None:

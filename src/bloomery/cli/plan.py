@@ -101,6 +101,7 @@ def command(
              bloomery plan --model Qwen/Qwen3-8B --gpu 4090
              bloomery plan go-coder-125m --gpu all
              bloomery plan llama3.1-8b-full-8gpu --gpu 8xMI300X
+             bloomery plan go-coder-125m --gpu "RTX 3090 + RTX 3060 12GB"
              bloomery plan go-coder-125m --gpu MI300X --simulate
     """
     from bloomery.hardware.specs import named_gpus
@@ -137,12 +138,17 @@ def show_gpus(
     source: str,
 ) -> int:
     """Print one line per named GPU, or per GPU of the table where none is named; 0 when the run fits one of them."""
-    from bloomery.hardware.specs import find_gpu
+    from bloomery.hardware.specs import TOGETHER, find_gpu
     from bloomery.plan.page import compare_gpus, gpus_page
     from bloomery.plan.resolve import local_facts
 
     machine = local_facts(loaded_recipe).machine
     # Two names of the same GPU give one line.
+    together = next((name for name in names if TOGETHER in name), None)
+    if together is not None:
+        fix = f'bloomery plan {source} --gpu "{together}"'
+        problem = f"GPUs that train together are planned alone, not compared: {together}"
+        raise UserError(problem, where="--gpu", fix=fix, code=2)
     devices = {(device.name, device.memory_bytes): device for device in map(find_gpu, names)}
     plans = compare_gpus(
         loaded_recipe, machine, gpu_models=list(devices.values()), gpus=gpus, nodes=nodes

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import cache_folder, write_json
-from bloomery.hardware.machine import CpuCheck, Frozen, Machine
+from bloomery.hardware.machine import CpuCheck, Frozen, Machine, visible_devices
 from bloomery.hardware.profile import choose_device
 from bloomery.hardware.specs import cpu_spec, gpu_spec
 
@@ -112,6 +112,10 @@ def _on(machine: Machine, result: Calibration) -> Calibration | None:
 def device_of(machine: Machine) -> DeviceKey:
     """The device that training would use: a GPU by its name in gpus.toml, a CPU by its fastest instruction set."""
     accelerator, _ = choose_device(machine)
+    if accelerator is not None and machine.together:
+        devices = visible_devices(machine)
+        names = (device.name for device in devices)
+        return DeviceKey(" + ".join(names), " + ".join(device.arch for device in devices), 0)
     if accelerator is not None:
         spec = gpu_spec(accelerator)
         return DeviceKey(spec.name if spec else accelerator.name, accelerator.arch, 0)

@@ -190,6 +190,8 @@ class Machine(Frozen):
     software: Software
     probes: tuple[Probe, ...] = ()  # empty: not probed
     cpu_check: CpuCheck | None = None  # None: not checked
+    # The user named unequal GPUs: all of `accelerators` train together, in their order.
+    together: bool = False
     # Integrated GPUs that are no longer among `accelerators`: discrete ones were chosen, and not by the user.
     hidden_integrated: tuple[Accelerator, ...] = ()
     origin: str = ""  # of a file: "recorded" or "constructed", and from what

@@ -4,9 +4,9 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from bloomery.core import Choice
 from bloomery.core.device import can
@@ -21,10 +21,13 @@ from bloomery.hardware.machine import (
     mask_of,
     runtime_number,
     visible_devices,
+    with_devices,
 )
 from bloomery.hardware.specs import ArchSpec, CpuSpec, GpuSpec, arch_spec, cpu_spec, gpu_spec
 from bloomery.hardware.vendors import ALLOCATORS, ORDERS, VENDORS, Build
 from bloomery.hardware.wheels import DEFAULT_TORCH, TorchBuild, series, torch_builds, triton_of
+
+T = TypeVar("T")
 
 MEMORY_SHARE = 0.92  # of GPU memory: above it a ROCm driver can hang before PyTorch raises
 # Share of the memory of an integrated GPU: the rest of the machine uses the same memory.
@@ -70,10 +73,71 @@ class Profile:
     # Set before torch is imported; never replaces the user's variables.
     environment: Choice[dict[str, str]]
     overridden: dict[str, Override]  # the user's variables that differ from `environment`
+    # Of each of unequal GPUs that train together, in the order of ranks; none: all are alike. The other fields are then
+    # settings that suit all of them, and the device with the least memory.
+    peers: tuple["Profile", ...] = ()
 
 
 def build_profile(machine: Machine) -> Profile:
-    """Settings for the accelerator that training would use, or for the CPU if none is usable."""
+    """Settings for the accelerator that training would use, or for the CPU if none is usable; for unequal GPUs that
+    train together those that suit all.
+    """
+    profile = _profile(machine)
+    if not machine.together or profile.accelerator is None:
+        return profile
+    devices = training_peers(machine, profile.accelerator)
+    alone = (
+        with_devices(machine, {device.index}).model_copy(update={"together": False})
+        for device in devices
+    )
+    return _joined(profile, tuple(_profile(machine_of_one) for machine_of_one in alone))
+
+
+def _joined(profile: Profile, peers: tuple[Profile, ...]) -> Profile:
+    """The settings that suit all of `peers`. `profile`: of the whole machine."""
+    # Stages hand activations to each other, and every rank scales its loss alike: they compute in one dtype. Every GPU
+    # multiplies float16 where another one does not bfloat16.
+    dtypes = [peer.dtype for peer in peers]
+    dtype = next((choice for choice in dtypes if choice.value == "float32"), dtypes[0])
+    if dtype.value != "float32":
+        dtype = next((choice for choice in dtypes if choice.value == "float16"), dtype)
+
+    def first(choices: Sequence[Choice[T]], value: T) -> Choice[T]:
+        """The first choice of this value, which holds for all, else one of the others."""
+        return next((choice for choice in choices if choice.value == value), choices[0])
+
+    smallest = min(peers, key=lambda peer: peer.accelerator.usable_bytes if peer.accelerator else 0)
+    kernel_environment = {
+        name: value
+        for peer in peers
+        for name, value in peer.environment.value.items()
+        if name not in (*MASKS, *ORDERS)
+    }
+    triton = [peer.triton_compiles for peer in peers]
+    names = " + ".join(
+        f"{peer.accelerator.name} ({peer.accelerator.arch})" for peer in peers if peer.accelerator
+    )
+    return replace(
+        profile,
+        device=Choice(profile.device.value, f"{names}, named together"),
+        accelerator=smallest.accelerator,
+        arch=smallest.arch,
+        gpu=smallest.gpu,
+        dtype=dtype,
+        attention=first([peer.attention for peer in peers], "plain"),
+        compile=first([peer.compile for peer in peers], False),
+        triton_compiles=next((choice for choice in triton if choice.value != "yes"), triton[0]),
+        pin_memory=first([peer.pin_memory for peer in peers], False),
+        memory_share=min((peer.memory_share for peer in peers), key=lambda share: share.value),
+        environment=Choice(
+            kernel_environment | profile.environment.value, profile.environment.reason
+        ),
+        peers=peers,
+    )
+
+
+def _profile(machine: Machine) -> Profile:
+    """For one device, or several that are alike."""
     accelerator, device = choose_device(machine)
     arch = arch_spec(accelerator.arch) if accelerator else None
     cpu = cpu_spec(machine.host)
@@ -476,9 +540,10 @@ def _mask(machine: Machine, device: Accelerator) -> list[_Setting]:
     all_train = device.number is None and _same_model(peers) and not hidden_gpus
     if best is device if user_mask else all_train:
         return []
+    are_chosen = _same_model(peers) or machine.together
     reason = f"PyTorch uses the first visible GPU, and the best one is {best.name}"
     # GPUs of one model that were chosen among others: the mask lists them all.
-    if several := _same_model(peers) and len(peers) > 1:
+    if several := are_chosen and len(peers) > 1:
         reason = "the chosen GPUs, in their order"
     elif hidden_gpus and len(peers) == 1:
         reason = "the discrete GPU alone: PyTorch uses the first visible one"
@@ -535,6 +600,13 @@ def install(machine: Machine, *, reinstall: bool = True) -> str:
     return "PIP_CONSTRAINT=/dev/null " + command if machine.software.pinned else command
 
 
+def with_gpus(machine: Machine, devices: Sequence[Accelerator]) -> Machine:
+    """`with_gpu`, with several that train together."""
+    return with_gpu(machine, devices[0]).model_copy(
+        update={"accelerators": tuple(devices), "together": not _same_model(devices)}
+    )
+
+
 def with_gpu(machine: Machine, device: Accelerator) -> Machine:
     """This machine with `device` as its only GPU, the right PyTorch, and without masks."""
     requirement = fitting_builds(machine, device)[0].requirement
@@ -552,6 +624,7 @@ def with_gpu(machine: Machine, device: Accelerator) -> Machine:
     return machine.model_copy(
         update={
             "accelerators": (device,),
+            "together": False,
             "hidden_integrated": (),
             "host": host,
             "software": software,

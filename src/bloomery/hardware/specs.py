@@ -280,12 +280,37 @@ def find_gpu(text: str) -> Accelerator:
     return _installed(specs[0], size, text)
 
 
+def find_gpus(text: str) -> tuple[Accelerator, ...]:
+    """The GPUs of "RTX 3090 + 2 x RTX 3060 12GB", in order. Raises UserError as `find_gpu`, also for two vendors."""
+    devices: list[Accelerator] = []
+    for part in text.split(TOGETHER):
+        name, count = counted_gpu(part.strip())
+        devices += [find_gpu(name)] * (count or 1)
+    if len({device.vendor for device in devices}) > 1:
+        raise two_vendors(text, where="--gpu")
+    return tuple(device.model_copy(update={"index": index}) for index, device in enumerate(devices))
+
+
+def two_vendors(names: str, *, where: str) -> UserError:
+    return UserError(
+        f"GPUs of two vendors do not train together: {names}",
+        where=where,
+        fix="name GPUs of one vendor: PyTorch is built for one",
+        code=2,
+    )
+
+
 def named_gpus(texts: Sequence[str], gpus: int | None) -> tuple[tuple[str, ...], int]:
     """The names in texts such as 8xMI300X, and the number of GPUs per node that they and `gpus` (--gpus) give.
 
+    A text with TOGETHER stays as it is: `find_gpus` reads it.
+
     Raises UserError (code 2) where two of them differ.
     """
-    parsed = [(text, *counted_gpu(text)) for text in texts]
+    parsed = [
+        (text, text, len(find_gpus(text))) if TOGETHER in text else (text, *counted_gpu(text))
+        for text in texts
+    ]
     names = tuple(name for _, name, _ in parsed)
     counts = {f"--gpu {shlex.quote(text)}": count for text, _, count in parsed if count is not None}
     if gpus is not None:
@@ -298,6 +323,7 @@ def named_gpus(texts: Sequence[str], gpus: int | None) -> tuple[tuple[str, ...],
     return names, next(iter(counts.values()), 1)
 
 
+TOGETHER = "+"  # between the names of unequal GPUs that train together
 _BEFORE = re.compile(r"\s*(\d+)\s*[x×*]\s*(\S.*)", re.IGNORECASE)  # 8xMI300X
 _BEHIND = re.compile(r"\s*(\S.*\S)\s*[x×*]\s*(\d+)\s*", re.IGNORECASE)  # MI300X x 8
 _SIZE = re.compile(r"[\s,]+\d+\s*(?:gib|gb|g)\s*", re.IGNORECASE)

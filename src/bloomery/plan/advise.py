@@ -346,10 +346,13 @@ def _verdicts(
 
 def energy_kwh(plan: RunPlan, profile: Profile) -> float | None:
     """At the boards' rated power all the time; None where it or the time is unknown."""
-    watts = profile.gpu.board_watts if profile.gpu else None
     seconds = plan.seconds
     devices = 1 if plan.parallel is None else plan.parallel.devices
-    return None if not watts or seconds is None else watts * devices * seconds.value / 3.6e6
+    gpus = [peer.gpu for peer in profile.peers] or [profile.gpu] * devices
+    watts = [gpu.board_watts for gpu in gpus if gpu is not None and gpu.board_watts]
+    if len(watts) < len(gpus) or seconds is None:
+        return None
+    return sum(watts) * seconds.value / 3.6e6
 
 
 def _planned_step(
@@ -395,12 +398,11 @@ def _planned_step(
         machine,
         profile,
         step,
-        estimator.rate(step),
+        estimator,
         sequences_per_step=train.tokens_per_step // plan.data.sequence_length,
         gpus=parallel.gpus,
         nodes=parallel.nodes,
         assumed_network=parallel.assumed_network,
-        limit=estimator.limit,
         rollout_moments=moments,
     )
     sequences = layout.accumulation * layout.micro_batch_size  # of one rank

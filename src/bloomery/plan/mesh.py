@@ -1,7 +1,7 @@
 """Layouts over several devices (copies, shards, a pipeline): the memory and the time of each, and the choice."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -22,6 +22,7 @@ from bloomery.plan.estimate.fabric import (
     exposed_seconds,
     fabric_of,
 )
+from bloomery.plan.estimate.measured import StepEstimator
 from bloomery.plan.estimate.mesh import MeshSplit, mesh_memory
 from bloomery.plan.estimate.speed import Rate, Work, step_parts, total, work_of
 from bloomery.plan.estimate.stages import fullest_stage_bytes
@@ -66,7 +67,8 @@ class LayoutCandidate:
 class MeshWorkload:
     """The common input of all layouts. `limit`: bytes of one device that a plan may use.
 
-    `rollout_moments`: of a run with rewards, whose memory may peak outside of steps.
+    `rollout_moments`: of a run with rewards, whose memory may peak outside of steps. `devices`: of all ranks in their
+    order, where they are unequal; `rate` and `limit` are then those of the slowest and of the smallest one.
     """
 
     step: StepShape
@@ -76,6 +78,7 @@ class MeshWorkload:
     vendor: Vendor | None  # None: a CPU
     limit: float
     rollout_moments: RolloutMoments | None = None
+    devices: tuple[stages.Device, ...] = ()
 
     @classmethod
     def of(
@@ -83,34 +86,54 @@ class MeshWorkload:
         machine: Machine,
         profile: Profile,
         step: StepShape,
-        rate: Rate | None,
+        estimator: StepEstimator,
         *,
         sequences_per_step: int,
         gpus: int,
         nodes: int,
         assumed_network: AssumedNetwork,
-        limit: float,
         rollout_moments: RolloutMoments | None = None,
     ) -> "MeshWorkload":
         """The step over `nodes` nodes of `gpus` devices like that of `profile`.
 
         Ranks of a CPU share its cores and memory, and their links, so that no measurement of an earlier run counts. An
-        unlisted GPU is planned as one of ASSUMED_VENDOR.
-        `limit`: bytes of the device that a plan may use.
+        unlisted GPU is planned as one of ASSUMED_VENDOR. Raises UserError for unequal GPUs on several nodes.
         """
         on_cpu = profile.accelerator is None
-        link = "CPU" if on_cpu else "" if profile.gpu is None else profile.gpu.link
-        return cls(
-            step=step,
-            sequences_per_step=sequences_per_step,
-            fabric=fabric_of(
-                link,
+        rate = estimator.rate(step)
+        limit = estimator.limit
+
+        # Each link of a ring is as fast as the slower of its two devices.
+        measured = None if on_cpu else measured_links(machine, per_node=gpus, nodes=nodes)
+        gpu_models = [peer.gpu for peer in profile.peers] or [profile.gpu]
+        fabrics = [
+            fabric_of(
+                "CPU" if on_cpu else "" if gpu is None else gpu.link,
                 per_node=gpus,
                 nodes=nodes,
                 assumed_network=assumed_network,
-                measured=None if on_cpu else measured_links(machine, per_node=gpus, nodes=nodes),
+                measured=measured,
                 copy_gbs=slowest_copy_gbs(machine),
-            ),
+            )
+            for gpu in gpu_models
+        ]
+
+        # Where data-parallel ranks are unequal, all wait for the slowest, and the smallest bounds their memory.
+        devices = tuple(
+            stages.Device(peer.profile.accelerator.name, peer.rate(step), peer.limit)
+            for peer in estimator.peers()
+            if peer.profile.accelerator is not None
+        )
+        if devices:
+            refuse_unequal_nodes(devices, gpus=gpus, nodes=nodes)
+            pace = stages.slowest(devices, step)
+            rate = pace.rate
+            limit = pace.limit
+        return cls(
+            step=step,
+            sequences_per_step=sequences_per_step,
+            fabric=min(fabrics, key=lambda fabric: fabric.node_link.gbs),
+            devices=devices,
             rate=rate.shared(gpus) if rate is not None and on_cpu else rate,
             vendor=None if on_cpu else profile.arch.vendor if profile.arch else ASSUMED_VENDOR,
             limit=limit / gpus if on_cpu else limit,
@@ -125,6 +148,7 @@ class MeshWorkload:
             vendor=self.vendor,
             limit=self.limit,
             micro_batches=self.micro_batches(split, step),
+            stage_limits=self.stage_limits(split, step),
         )
 
     def memory(self, split: MeshSplit) -> Callable[[StepShape], MemoryEstimate]:
@@ -145,11 +169,32 @@ class MeshWorkload:
         return stages.cut_layers(
             step,
             split,
-            self.rate,
+            self.stage_devices(split, step),
             vendor=self.vendor,
-            limit=self.limit,
             micro_batches=self.micro_batches(split, step),
         )
+
+    def stage_devices(self, split: MeshSplit, step: StepShape) -> tuple[stages.Device, ...]:
+        """The device of each stage: the ranks of a stage follow each other, and the slowest of them sets its pace."""
+        if not self.devices:
+            return (stages.Device("", self.rate, self.limit),) * split.pipeline
+        ranks = split.replicate * split.shard
+        return tuple(
+            stages.slowest(self.devices[stage * ranks : (stage + 1) * ranks], step)
+            for stage in range(split.pipeline)
+        )
+
+    def stage_limits(self, split: MeshSplit, step: StepShape) -> tuple[float, ...]:
+        """Bytes of the device of each stage, where they are unequal."""
+        if not self.devices or split.pipeline == 1:
+            return ()
+        return tuple(device.limit for device in self.stage_devices(split, step))
+
+    def stage_rates(self, split: MeshSplit, step: StepShape) -> tuple[Rate, ...] | None:
+        """None where the speed of a device is unknown."""
+        rates = [device.rate for device in self.stage_devices(split, step)]
+        known_rates = tuple(rate for rate in rates if rate is not None)
+        return known_rates if len(known_rates) == len(rates) else None
 
     def micro_batches(self, split: MeshSplit, step: StepShape) -> int:
         """The micro-batches of the rank that gets most sequences of a step."""
@@ -158,6 +203,19 @@ class MeshWorkload:
     def most_sequences(self, split: MeshSplit) -> int:
         """The sequences of the rank that gets most of a step: the others wait for it."""
         return -(-self.sequences_per_step // split.data_parallel)
+
+
+def refuse_unequal_nodes(devices: Sequence[stages.Device], *, gpus: int, nodes: int) -> None:
+    """Raises UserError for another number of devices than the unequal ones that are named."""
+    if nodes == 1 and gpus == len(devices):
+        return
+    names = " + ".join(device.name for device in devices)
+    raise UserError(
+        f"unequal GPUs train together on one node, all of them: {names}",
+        where=f"{counted(gpus * nodes, 'devices')}",
+        fix="leave out --gpus and --nodes, or name GPUs of one model",
+        code=2,
+    )
 
 
 def sizes_of(parallel: Parallel) -> tuple[int | Literal["auto"], ...]:
@@ -503,10 +561,13 @@ def layout_parts(
     `work`: the work of these sequences (default: that of the step), where a published run counts it in another way; not
     for pipelines.
     """
-    if workload.rate is None:
-        return None
     if split.pipeline > 1:
-        parts, _ = stages.pipeline_parts(step, split, workload.rate, sequences)
+        rates = workload.stage_rates(split, step)
+        if rates is None:
+            return None
+        parts, _ = stages.pipeline_parts(step, split, rates, sequences)
+    elif workload.rate is None:
+        return None
     else:
         # A device computes all of its sequences, and updates its shard of the parameters.
         work = work or work_of(step, tokens=sequences * step.sequence_length // split.context)
@@ -526,17 +587,23 @@ def _fullest_stage(workload: MeshWorkload, candidate: LayoutCandidate) -> int:
     if split.pipeline == 1:
         return 0
     step = candidate.micro_batching.step
-    stage, _ = fullest_stage_bytes(step, split, workload.micro_batches(split, step))
+    stage, _ = fullest_stage_bytes(
+        step,
+        split,
+        workload.micro_batches(split, step),
+        limits=workload.stage_limits(split, step),
+    )
     return stage
 
 
 def _stage_seconds(workload: MeshWorkload, candidate: LayoutCandidate) -> tuple[float, ...]:
     """Seconds that each stage of a pipeline computes in a step; none without a pipeline or an estimated speed."""
     split = candidate.split
-    if split.pipeline == 1 or workload.rate is None:
-        return ()
     step = candidate.micro_batching.step
-    _, seconds = stages.pipeline_parts(step, split, workload.rate, candidate.sequences)
+    rates = workload.stage_rates(split, step)
+    if split.pipeline == 1 or rates is None:
+        return ()
+    _, seconds = stages.pipeline_parts(step, split, rates, candidate.sequences)
     return seconds
 
 
@@ -578,6 +645,11 @@ def plan_mesh(workload: MeshWorkload, recipe: Recipe) -> tuple[LayoutCandidate, 
             pipeline_layers=split.layers,
             fullest_stage=_fullest_stage(workload, candidate),
             stage_seconds=_stage_seconds(workload, candidate),
+            stage_devices=tuple(
+                device.name
+                for device in workload.stage_devices(split, candidate.micro_batching.step)
+                if device.name and split.pipeline > 1
+            ),
         )
 
     best, reason = choose_layout(candidates)

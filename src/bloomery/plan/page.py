@@ -197,11 +197,8 @@ def about(seconds: float) -> str:
 
 def device_lines(plan: RunPlan, profile: Profile, machine: Machine) -> list[str]:
     """The device, how many of it, and the links between several."""
-    device = profile.accelerator
-    gpu = profile.gpu
-    arch = profile.arch
     mesh = plan.parallel
-    if device is None:
+    if profile.accelerator is None:
         host = machine.host
         kind = profile.cpu.name if profile.cpu else "no vector instructions of the table"
         memory = f"{format_bytes(host.memory_free_bytes)} of {format_bytes(host.memory_bytes)} free"
@@ -213,22 +210,34 @@ def device_lines(plan: RunPlan, profile: Profile, machine: Machine) -> list[str]
         if mesh.nodes > 1
         else str(mesh.gpus)
     )
+    dtype = profile.dtype.value
+    lines = _gpu_lines(profile, dtype, count)
+    if profile.peers:  # unequal GPUs, in the order of ranks
+        lines = [line for peer in profile.peers for line in _gpu_lines(peer, dtype, "1")]
+    if mesh is None:
+        return lines
+    network = joined([f"nodes by {mesh.network}"]) if mesh.network else []
+    return [*lines, *joined([f"joined by {mesh.link}"]), *network]
+
+
+def _gpu_lines(profile: Profile, dtype: str, count: str) -> list[str]:
+    """So many GPUs of one model. `dtype`: of the plan's matmuls."""
+    device = profile.accelerator
+    gpu = profile.gpu
+    arch = profile.arch
+    assert device is not None, "a GPU"
     facts = [
         f"{count} x {device.name}",
         device.arch,
         f"{device.usable_bytes / GIB:.2f} GiB".replace(".00 ", " "),
     ]
     if gpu is not None:
-        dtype = profile.dtype.value
         peak = gpu.peak_flops(dtype)
         facts.append(f"{gpu.bandwidth_gbs:,.0f} GB/s")
         rate = "no rate published" if peak is None else f"{peak / 1e12:,.1f} TFLOP/s"
         facts.append(f"{rate} {SHORT_NAMES[dtype]}" if peak is not None else rate)
     facts[-1] += "" if arch is None else f", {arch.matrix_units or 'no matrix units'}"
-    if mesh is None:
-        return joined(facts)
-    network = joined([f"nodes by {mesh.network}"]) if mesh.network else []
-    return [*joined(facts), *joined([f"joined by {mesh.link}"]), *network]
+    return joined(facts)
 
 
 def model_line(plan: RunPlan) -> str:
@@ -402,7 +411,8 @@ def time_lines(report: PlanReport, profile: Profile) -> list[str]:
     rate = step.inverse(plan.trained_tokens_per_step)
     ends = f"{two_digits(rate.low)} to {two_digits(rate.high)}"
     # Only a GPU has a peak to compare with: a CPU's table holds measured rates.
-    if gpu is not None and (peak := gpu.peak_flops(dtype_of(plan))):
+    is_of_one_model = gpu is not None and not profile.peers
+    if gpu is not None and is_of_one_model and (peak := gpu.peak_flops(dtype_of(plan))):
         low, high = (reached_flops(plan, seconds) / peak for seconds in (step.high, step.low))
         ends += f" = {low * 100:.0f} to {high:.0%} of peak"
     facts = [f"{two_digits(rate.value)} tokens/s ({ends})"]
@@ -425,12 +435,17 @@ def time_lines(report: PlanReport, profile: Profile) -> list[str]:
     else:  # its length depends on a dataset that is not here
         facts.append(f"{format_seconds(1e6 / rate.value)} per million tokens")
     if report.energy_kwh is not None and gpu is not None:
-        devices_text = f"{plan.parallel.devices:,} x " if plan.parallel else ""
+        watts = f"{gpu.board_watts:.0f} W"
+        if plan.parallel is not None:
+            watts = f"{plan.parallel.devices:,} x {watts}"
+        if profile.peers:
+            peer_watts = [peer.gpu.board_watts or 0 for peer in profile.peers if peer.gpu]
+            watts = f"{' + '.join(f'{watt:.0f}' for watt in peer_watts)} W"
         kwh = report.energy_kwh
         energy = (
             f"{float(f'{kwh:.2g}'):,g} kWh" if kwh >= 1 else f"{float(f'{1000 * kwh:.2g}'):g} Wh"
         )
-        facts.append(f"{energy} at {devices_text}{gpu.board_watts:.0f} W")
+        facts.append(f"{energy} at {watts}")
     return joined(facts)
 
 
@@ -441,7 +456,7 @@ def part_lines(report: PlanReport, profile: Profile) -> list[str]:
     gpu = profile.gpu
     if step is not None and plan.rollout is not None:
         return rollout_part_lines(plan.rollout, step.value)
-    if step is None or gpu is None:
+    if step is None or gpu is None or profile.peers:
         return []
     shares = sorted(
         ((part.value / step.value, name) for name, part in report.step_parts.items()), reverse=True
@@ -573,6 +588,11 @@ def _stage_lines(layout: LayoutPlan) -> Iterator[str]:
             f"stage {layout.fullest_stage + 1} needs most memory",
         ]
     )
+    if layout.stage_devices:
+        stages = enumerate(layout.stage_devices, start=1)
+        yield from joined([f"stage {number} on {name}" for number, name in stages])
+        yield "cut by the speed and the memory of each GPU; not run on such hardware"
+        return
     if max(by_stage) - min(by_stage) > 1:
         reason = "the first stages hold more micro-batches"
         if by_stage[-1] == min(by_stage):

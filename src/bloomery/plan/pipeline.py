@@ -182,12 +182,14 @@ def balanced_groups(
     embedding_cost: float = 0.0,
     head_cost: float = 0.0,
     most_layers: Sequence[int] = (),
+    slowness: Sequence[float] = (),
 ) -> tuple[int, ...] | None:
     """The number of layers of each group such that the slowest stage is as fast as possible, and then all stages are as
     even as possible.
 
     Costs are those of one micro-batch: of each layer, of the embedding in the first group, of the head in the last.
-    `most_layers`: the limit of each stage, where it has one group. None where the stages cannot hold all layers.
+    `most_layers`: the limit of each stage, where it has one group. `slowness`: by how much costs are larger on the
+    device of each stage; none: all are alike. None where the stages cannot hold all layers.
     """
     num_layers = len(layer_costs)
     num_groups = stages * chunks
@@ -199,7 +201,7 @@ def balanced_groups(
             cost += embedding_cost
         if group == num_groups - 1:
             cost += head_cost
-        return cost
+        return cost * slowness[group % stages] if slowness else cost
 
     # Dynamic programming, group by group. best[end] is the best cut of the first `end` layers into the groups so far:
     # its most costly group, the sum of squared costs (least where costs are even), the number of layers of each group.

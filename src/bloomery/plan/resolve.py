@@ -21,8 +21,8 @@ from bloomery.hardware.calibration import threads
 from bloomery.hardware.dequantizers import dequantizer
 from bloomery.hardware.detect import detect
 from bloomery.hardware.machine import Machine
-from bloomery.hardware.profile import Profile, local_caches, with_gpu
-from bloomery.hardware.specs import find_gpu
+from bloomery.hardware.profile import Profile, local_caches, with_gpus
+from bloomery.hardware.specs import find_gpus
 from bloomery.plan import batch, lengths, mesh, rollouts, unsupported
 from bloomery.plan.checkpoints import choose_checkpoints, interval_text
 from bloomery.plan.choices import (
@@ -310,12 +310,11 @@ def _choose_step(
                 facts.machine,
                 profile,
                 of_device,
-                estimator.rate(of_device),
+                estimator,
                 sequences_per_step=sequences,
                 gpus=gpus,
                 nodes=nodes,
                 assumed_network=recipe.parallel.network,
-                limit=estimator.limit,
                 rollout_moments=moments,
             )
             best, plan = mesh.plan_mesh(workload, recipe)
@@ -695,5 +694,5 @@ def local_plan(
     """
     facts = local_facts(loaded_recipe, machine)
     if gpu is not None:
-        facts = facts.on(with_gpu(facts.machine, find_gpu(gpu)))
+        facts = facts.on(with_gpus(facts.machine, find_gpus(gpu)))
     return resolve(loaded_recipe, facts, gpus=gpus, nodes=nodes), facts

@@ -1,7 +1,7 @@
 """The stages of a pipeline in a plan: what a recipe may ask of them, their layers, and the seconds of a step."""
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from bloomery.core.errors import UserError
@@ -11,7 +11,6 @@ from bloomery.plan.estimate.mesh import MeshSplit, mesh_overhead
 from bloomery.plan.estimate.speed import Rate, step_parts, total, work_of
 from bloomery.plan.estimate.stages import (
     end_model,
-    fullest_stage_bytes,
     layer_model,
     most_layers,
     stage_bytes,
@@ -29,6 +28,21 @@ ANY_RATE = Rate(peak=1.0, share=(1.0, 1.0, 1.0))
 CPU_MICRO_BATCHES = 4
 
 PartSeconds = dict[str, Estimate]
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device of a mesh: its rate, None where unknown, and the bytes of it that a plan may use."""
+
+    name: str
+    rate: Rate | None
+    limit: float
+
+
+def slowest(devices: Sequence[Device], step: StepShape) -> Device:
+    """Ranks that do the same work wait for this one; with the memory of the smallest of them."""
+    device = max(devices, key=lambda device: _seconds(step, step.model, device.rate))
+    return replace(device, limit=min(device.limit for device in devices))
 
 
 def chunks_of(parallel: Parallel) -> int:
@@ -165,19 +179,24 @@ def micro_batch_sizes(
 def cut_layers(
     step: StepShape,
     split: MeshSplit,
-    rate: Rate | None,
+    devices: Sequence[Device],
     *,
     vendor: Vendor | None,
-    limit: float,
     micro_batches: int,
 ) -> MeshSplit:
     """The split with the layers of each group, such that the slowest stage is as fast as possible and each stage fits.
 
-    Where no cut fits, the fastest one is planned, and the plan does not fit. The groups of interleaved stages are cut
-    by time alone.
+    `devices`: of each stage. Where no cut fits, the fastest one is planned, and the plan does not fit. The groups of
+    interleaved stages are cut by time alone.
     """
-    # The cost of each layer, and of the ends, for a micro-batch.
+    # The cost of each layer, and of the ends, for a micro-batch: on the first device, and by how much the others are
+    # slower, in hundredths.
     model = step.model
+    rate = devices[0].rate
+    slowness: tuple[float, ...] = ()
+    if any(device.rate != rate for device in devices):
+        model_seconds = [_seconds(step, model, device.rate) for device in devices]
+        slowness = tuple(round(seconds / model_seconds[0], 2) for seconds in model_seconds)
     layer_costs = model.by_layer_number(
         lambda number: _seconds(step, layer_model(step, number), rate)
     )
@@ -187,31 +206,31 @@ def cut_layers(
     # In thousandths of the largest: whole numbers, so that `_balanced` finds costs that are nearly alike in its cache.
     cost_unit = max(layer_costs) / 1000
     costs = tuple(round(cost / cost_unit) for cost in (*layer_costs, embedding_cost, head_cost))
-    groups = _balanced(costs, split.pipeline, split.chunks)
+    groups = _balanced(costs, split.pipeline, split.chunks, slowness=slowness)
     assert groups is not None, "there are as many layers as groups"
     fastest = replace(split, layers=groups)
     if split.chunks > 1:
         return fastest
 
     # A stage that needs too much memory hands layers to others; where all together have too little, none can.
-    available = limit - sum(mesh_overhead(split, vendor).values())
-    if _state_bytes(step) / split.shard > split.pipeline * available:
+    overhead = sum(mesh_overhead(split, vendor).values())
+    available = [device.limit - overhead for device in devices]
+    if _state_bytes(step) / split.shard > sum(available):
         return fastest
-    _, parts = fullest_stage_bytes(step, fastest, micro_batches)
-    if sum(parts.values()) <= available:
-        return fastest
-    all_bytes = sum(
+    needed = [
         sum(stage_bytes(step, fastest, index, micro_batches).values())
         for index in range(split.pipeline)
-    )
-    if all_bytes > split.pipeline * available:
+    ]
+    if all(need <= limit for need, limit in zip(needed, available, strict=True)):
+        return fastest
+    if sum(needed) > sum(available):
         return fastest
     most_by_stage = tuple(
-        most_layers(step, fastest, index, limit=available, micro_batches=micro_batches)
-        for index in range(split.pipeline)
+        most_layers(step, fastest, index, limit=limit, micro_batches=micro_batches)
+        for index, limit in enumerate(available)
     )
     fitting_groups = (
-        _balanced(costs, split.pipeline, split.chunks, most_by_stage)
+        _balanced(costs, split.pipeline, split.chunks, most_by_stage, slowness)
         if min(most_by_stage)
         else None
     )
@@ -227,7 +246,11 @@ def _state_bytes(step: StepShape) -> float:
 
 @lru_cache(maxsize=512)
 def _balanced(
-    costs: tuple[int, ...], stages: int, chunks: int, most_by_stage: tuple[int, ...] = ()
+    costs: tuple[int, ...],
+    stages: int,
+    chunks: int,
+    most_by_stage: tuple[int, ...] = (),
+    slowness: tuple[float, ...] = (),
 ) -> tuple[int, ...] | None:
     *layer_costs, embedding_cost, head_cost = costs
     return balanced_groups(
@@ -237,6 +260,7 @@ def _balanced(
         embedding_cost=embedding_cost,
         head_cost=head_cost,
         most_layers=most_by_stage,
+        slowness=slowness,
     )
 
 
@@ -252,9 +276,9 @@ def _without_optimizer(parts: PartSeconds) -> PartSeconds:
 
 
 def pipeline_parts(
-    step: StepShape, split: MeshSplit, rate: Rate, sequences: int
+    step: StepShape, split: MeshSplit, rates: Sequence[Rate], sequences: int
 ) -> tuple[PartSeconds, tuple[float, ...]]:
-    """Seconds of a step by operation, and by stage the seconds in which it computes.
+    """Seconds of a step by operation, and by stage the seconds in which it computes. `rates`: of each stage's device.
 
     The slowest stage sets the pace: its forward and backward of all M micro-batches, and while the first and the last
     micro-batch pass through the other stages it waits. With t_s the seconds of a micro-batch on stage s and C chunks
@@ -263,18 +287,18 @@ def pipeline_parts(
     """
     tokens = sequences * step.sequence_length
     by_stage = []
-    for stage in stage_models(step.model, split):
+    for stage, rate in zip(stage_models(step.model, split), rates, strict=True):
         work = work_of(replace(step, model=stage.model), tokens=tokens)
         by_stage.append(step_parts(work.with_shard_of_update(split.shard), rate))
     computing = [total(_without_optimizer(parts)) for parts in by_stage]
-    slowest = max(range(split.pipeline), key=lambda index: computing[index].value)
+    pace = max(range(split.pipeline), key=lambda index: computing[index].value)
 
-    parts = _without_optimizer(by_stage[slowest])
+    parts = _without_optimizer(by_stage[pace])
     updates = [stage_parts["optimizer"] for stage_parts in by_stage if "optimizer" in stage_parts]
     if updates:
         parts["optimizer"] = max(updates, key=lambda update: update.value)
     seconds = tuple(part.value for part in computing)
     micro_batches = max(1, sequences // step.micro_batch_size)
-    waiting_share = (sum(seconds) / seconds[slowest] - 1) / (micro_batches * split.chunks)
-    parts["pipeline bubble"] = computing[slowest].scaled(waiting_share)
+    waiting_share = (sum(seconds) / seconds[pace] - 1) / (micro_batches * split.chunks)
+    parts["pipeline bubble"] = computing[pace].scaled(waiting_share)
     return parts, seconds

@@ -335,6 +335,7 @@ class LayoutPlan(PlanPart):
     fullest_stage: int = 0  # counted from 0: the one whose memory is `memory`
     # Seconds of a step in which each stage computes, without waiting; empty where the speed is unknown.
     stage_seconds: tuple[float, ...] = ()
+    stage_devices: tuple[str, ...] = ()  # of unequal GPUs: the name of each stage's
 
     @property
     def pipeline_chunks(self) -> int:

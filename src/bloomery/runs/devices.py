@@ -15,6 +15,7 @@ from bloomery.hardware.machine import (
 )
 from bloomery.hardware.probes import with_cached_probes
 from bloomery.hardware.profile import choose_device, hidden_integrated
+from bloomery.hardware.specs import two_vendors
 from bloomery.hardware.vendors import VENDORS
 from bloomery.plan.mesh import fewest_devices, sizes_of
 from bloomery.plan.unsupported import AXES, refusals
@@ -29,7 +30,7 @@ MOST_CPU_RANKS = 64  # each holds a copy of PyTorch, and they share the cores
 
 def chosen_devices(machine: Machine, devices: str | None) -> tuple[Machine, int]:
     """The machine with only the given devices, and their number: "0,1", "cuda:0" (AMD too), "xpu:0", "mps",
-    "cpu", "cpu,cpu".
+    "cpu", "cpu,cpu". Unequal GPUs of one vendor train together, in the order of their numbers.
 
     None or "auto": every GPU like the best one, or the CPU as one device. Raises UserError.
     """
@@ -52,11 +53,12 @@ def chosen_devices(machine: Machine, devices: str | None) -> tuple[Machine, int]
     if len({device.index for device in selected}) < len(selected):
         problem = f"a device is named twice: {devices!r}"
         raise UserError(problem, where="--devices", fix="name each device once", code=2)
-    if len({(device.vendor, device.arch, device.name) for device in selected}) > 1:
+    if len({device.vendor for device in selected}) > 1:
         names = ", ".join(f"{device.index} ({device.name})" for device in selected)
-        fix = "train on GPUs of one model"
-        raise UserError(f"these devices are not alike: {names}", where="--devices", fix=fix, code=2)
-    return _only_these(machine, selected), len(selected)
+        raise two_vendors(names, where="--devices")
+    models = {(device.arch, device.name, device.memory_bytes) for device in selected}
+    chosen = _only_these(machine, selected)
+    return chosen.model_copy(update={"together": len(models) > 1}), len(selected)
 
 
 def narrowed(machine: Machine, devices: str | None) -> Machine:
@@ -242,6 +244,9 @@ def same_devices(machine: Machine, old_machine: Machine) -> Machine:
     else:
         narrow = with_cached_probes(
             with_devices(machine, {device.index for device in devices_left})
+        )
+        narrow = narrow.model_copy(
+            update={"together": old_machine.together and len(devices_left) > 1}
         )
     if not _those_of(old_machine.hidden_integrated, machine):
         return narrow

@@ -257,16 +257,19 @@ class StepEstimator:
 
     @classmethod
     def of(cls, recipe: Recipe | RunPlan, machine: Machine, profile: Profile) -> "StepEstimator":
-        device = profile.accelerator
-        limit = float(machine.host.memory_free_bytes)
-        if device is not None:
-            limit = profile.memory_share.value * device.usable_bytes
         return cls(
             machine=machine,
             profile=profile,
             measurements=calibrations(machine),
-            limit=limit,
+            limit=_limit_of(profile, machine),
             clips=recipe.train.max_grad_norm is not None,
+        )
+
+    def peers(self) -> tuple["StepEstimator", ...]:
+        """That of each of unequal GPUs that train together, in the order of ranks; none: all are alike."""
+        return tuple(
+            replace(self, profile=peer, measurements=(), limit=_limit_of(peer, self.machine))
+            for peer in self.profile.peers
         )
 
     def memory(self, step: StepShape) -> MemoryEstimate:
@@ -306,3 +309,11 @@ class StepEstimator:
 
         parts = table(step, tokens)
         return None if parts is None else corrected(parts, step, self.measurements, seconds=seconds)
+
+
+def _limit_of(profile: Profile, machine: Machine) -> float:
+    """The bytes of the device that a plan may use."""
+    device = profile.accelerator
+    if device is None:
+        return float(machine.host.memory_free_bytes)
+    return profile.memory_share.value * device.usable_bytes

@@ -59,10 +59,16 @@ def mesh_memory(
     vendor: Vendor | None,
     limit: float,
     micro_batches: int | None = None,
+    stage_limits: tuple[float, ...] = (),
 ) -> MemoryEstimate:
-    """The device of a layout that needs most; a step has so many micro-batches, or enough to fill every stage."""
+    """The device of a layout that needs most; a step has so many micro-batches, or enough to fill every stage.
+
+    `stage_limits`: of unequal devices, instead of `limit`.
+    """
     if split.pipeline > 1:
-        _, parts = fullest_stage_bytes(step, split, micro_batches)
+        fullest, parts = fullest_stage_bytes(step, split, micro_batches, limits=stage_limits)
+        if stage_limits:
+            limit = stage_limits[fullest]
     elif split.shard > 1:
         parts = dict(sharded_bytes(step, split.shard))
     else:

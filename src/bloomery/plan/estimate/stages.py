@@ -93,14 +93,24 @@ def distinct_stages(model: TrainedModel, split: Stages) -> list[int]:
 
 
 def fullest_stage_bytes(
-    step: StepShape, split: Stages, micro_batches: int | None = None
+    step: StepShape,
+    split: Stages,
+    micro_batches: int | None = None,
+    *,
+    limits: tuple[float, ...] = (),
 ) -> tuple[int, dict[str, float]]:
-    """The stage that needs most memory, and its bytes by part."""
-    by_stage = {
-        index: stage_bytes(step, split, index, micro_batches)
-        for index in distinct_stages(step.model, split)
-    }
-    fullest = max(by_stage, key=lambda index: sum(by_stage[index].values()))
+    """The stage that needs most memory, and its bytes by part.
+
+    `limits`: bytes of the device of each stage, where they are unequal: most is then the largest share of its own.
+    """
+    stages = range(split.pipeline) if limits else distinct_stages(step.model, split)
+    by_stage = {index: stage_bytes(step, split, index, micro_batches) for index in stages}
+
+    def need(index: int) -> float:
+        needed_bytes = sum(by_stage[index].values())
+        return needed_bytes / limits[index] if limits else needed_bytes
+
+    fullest = max(by_stage, key=need)
     return fullest, by_stage[fullest]
 
 
