@@ -10,6 +10,7 @@ from plans_for_tests import tiny_plan
 from runs_of_the_loop import CONFIG, Run, prepared_corpus, resumed_bitwise
 
 from bloomery.core import device as door
+from bloomery.hardware import probe_worker
 from bloomery.infer.sampling import Sampling, sample_each_row
 from bloomery.model.io.quantized import quantize_scales
 
@@ -86,6 +87,21 @@ def test_losses_equal_those_of_the_cpu(prepared: Path, tmp_path: Path, sections:
 def test_a_resumed_run_equals_the_undisturbed_one_bitwise(prepared: Path, tmp_path: Path) -> None:
     plan = plan_for(prepared, "xpu", train={"precision": "bfloat16", "steps": 5})
     resumed_bitwise(plan, tmp_path)
+
+
+def test_the_doctors_probes_run_on_it() -> None:
+    job = {"device": "xpu", "dtype": "bfloat16", "arch": "xe2-hpg"}
+    first = probe_worker.device("device", job)
+    assert first["outcome"] == "ok"
+    assert first["facts"]["devices"] == "2"
+    assert first["facts"]["name"] == "Intel(R) Arc(TM) B580 Graphics"
+    assert probe_worker.device("device-1", job)["outcome"] == "ok"
+    simulated.clear()
+    assert probe_worker.checked_matmul("xpu", "float32", size=64)["outcome"] == "ok"
+    waited = {operator for operator, _ in simulated.waits()}
+    assert "synchronize" in waited  # what is timed is over
+    copies = probe_worker.p2p("p2p", job)
+    assert copies["outcome"] == "ok" and set(copies["facts"]) == {"0-1", "1-0"}
 
 
 def test_an_arc_a_trains_samples_and_quantizes_without_float64(

@@ -270,15 +270,14 @@ def test_a_copy_between_devices_is_timed_until_both_are_done(monkeypatch):
             return torch.ones(1)
 
     def synchronize(device):
-        device = str(torch.device("cuda", device) if isinstance(device, int) else device)
         clock[0] += unfinished[device]
         unfinished[device] = 0.0
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
     monkeypatch.setattr(torch, "arange", lambda *_, device, dtype: Target(device))
     monkeypatch.setattr(torch, "zeros", lambda *_, device, dtype: Target(device))
     monkeypatch.setattr(probe_worker.time, "perf_counter", lambda: clock[0])
-    result = probe_worker.p2p("p2p", {})
+    result = probe_worker.p2p("p2p", {"device": "cuda"})
     assert result["facts"] == {"0-1": "0.1 GB/s, direct", "1-0": "0.1 GB/s, direct"}

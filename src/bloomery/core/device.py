@@ -219,6 +219,12 @@ def device_backend(device: AnyDevice) -> str:
     return str(backend)
 
 
+def copies_directly(device: AnyDevice, index: int, peer: int) -> bool | None:
+    """Whether devices with these numbers reach each other's memory; None where PyTorch does not tell."""
+    can_access = getattr(_module(device), "can_device_access_peer", None)
+    return None if can_access is None else bool(can_access(index, peer))
+
+
 # Time: the work of an accelerator runs behind the host's.
 
 

@@ -15,6 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from bloomery.core.child import LOOPBACK_INTERFACE, Child, accept, reply
+from bloomery.core.device import (
+    accelerator_type,
+    copies_directly,
+    device_backend,
+    is_accelerator,
+    num_devices,
+    select_device,
+    synchronize,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,12 +67,10 @@ def worst_error(pairs: Iterable[tuple["Tensor", "Tensor"]]) -> float:
 
 def best_seconds(work: Callable[[], object], *devices: str) -> float:
     """The best time of several runs after a warm-up run. `devices`: all that take part in the work."""
-    import torch
 
     def wait() -> None:
         for device in devices:
-            if device.startswith("cuda"):
-                torch.cuda.synchronize(device)
+            synchronize(device)
 
     work()
     wait()
@@ -147,9 +154,7 @@ LONGEST_SECONDS = 600.0  # the parent of the probe stops waiting earlier
 
 def all_reduce(name: str, job: Mapping[str, Any]) -> Result:
     """An all-reduce over all devices, one process each; two processes on a machine without GPUs."""
-    import torch
-
-    world = 2 if job["device"] == "cpu" else torch.cuda.device_count()
+    world = num_devices(job["device"]) if is_accelerator(job["device"]) else 2
     if world < 2:
         return {"outcome": "absent", "message": f"torch sees {world} device"}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
@@ -192,10 +197,12 @@ def be_rank(_: str, job: Mapping[str, Any]) -> Result:
 
     rank = job["rank"]
     world = job["world"]
-    device = "cpu" if job["device"] == "cpu" else f"cuda:{rank}"
-    if device != "cpu":
-        torch.cuda.set_device(rank)
-    backend, size = ("gloo", 2**22) if device == "cpu" else ("nccl", 2**26)
+    device = job["device"]
+    backend, size = "gloo", 2**22
+    if is_accelerator(device):
+        backend, size = device_backend(device), 2**26
+        select_device(device, rank)
+        device = f"{device}:{rank}"
     distributed.init_process_group(
         backend, init_method=f"file://{job['meeting']}", rank=rank, world_size=world
     )
@@ -257,6 +264,7 @@ def device(name: str, job: Mapping[str, Any]) -> Result:
         "torch": torch.__version__,
         "hip": torch.version.hip or "",
         "cuda": torch.version.cuda or "",
+        "xpu": getattr(torch.version, "xpu", None) or "",
     }
     index = int(name.partition("-")[2] or 0)
     if job["device"] == "cpu":
@@ -265,23 +273,28 @@ def device(name: str, job: Mapping[str, Any]) -> Result:
             "threads": str(torch.get_num_threads()),
         }
         return {"outcome": "ok", "facts": facts}
-    if not torch.cuda.is_available():
+    if accelerator_type() != job["device"]:
         return {
             "outcome": "failed",
-            "message": "torch.cuda.is_available() is False",
+            "message": f"torch.{job['device']}.is_available() is False",
             "facts": facts,
         }
-    properties = torch.cuda.get_device_properties(index)
+    module = torch.get_device_module(job["device"])
+    properties = module.get_device_properties(index)
     facts |= {
         "gcnArchName": getattr(properties, "gcnArchName", ""),
-        "arch_list": " ".join(torch.cuda.get_arch_list()),
-        "devices": str(torch.cuda.device_count()),
+        "arch_list": " ".join(module.get_arch_list()),
+        "devices": str(num_devices(job["device"])),
         "name": properties.name,
         "memory_bytes": str(properties.total_memory),
-        "units": str(properties.multi_processor_count),
+        # torch.xpu's are vector engines.
+        "units": str(
+            getattr(properties, "multi_processor_count", "")
+            or getattr(properties, "max_compute_units", "")
+        ),
         "warp_size": str(getattr(properties, "warp_size", "")),
     }
-    torch_device = f"cuda:{index}"
+    torch_device = f"{job['device']}:{index}"
     return compared_with_float64(
         torch.matmul, torch.matmul, ((64, 64),) * 3, torch_device, job["dtype"]
     ) | {"facts": facts}
@@ -458,21 +471,22 @@ def cpu_check(_: str, __: Mapping[str, Any]) -> Result:
     return {"outcome": "ok", "facts": facts}
 
 
-def p2p(_: str, __: Mapping[str, Any]) -> Result:
+def p2p(_: str, job: Mapping[str, Any]) -> Result:
     """Copies between every two devices: correct, and how fast."""
     import torch
 
-    count = torch.cuda.device_count()
+    kind = job["device"]
+    count = num_devices(kind)
     size = 2**26
     if count < 2:
         return {"outcome": "absent", "message": f"torch sees {count} device"}
     facts: dict[str, str] = {}
     for a, b in ((a, b) for a in range(count) for b in range(count) if a != b):
-        source = torch.arange(size // 4, dtype=torch.int32, device=f"cuda:{a}")
-        target = torch.zeros(size // 4, dtype=torch.int32, device=f"cuda:{b}")
+        source = torch.arange(size // 4, dtype=torch.int32, device=f"{kind}:{a}")
+        target = torch.zeros(size // 4, dtype=torch.int32, device=f"{kind}:{b}")
         # The copy is work of its source's stream: whoever waits for the target alone trusts that it waits, too.
-        seconds = best_seconds(partial(target.copy_, source), f"cuda:{a}", f"cuda:{b}")
-        direct = "direct" if torch.cuda.can_device_access_peer(a, b) else "through CPU memory"
+        seconds = best_seconds(partial(target.copy_, source), f"{kind}:{a}", f"{kind}:{b}")
+        direct = "direct" if copies_directly(kind, a, b) else "through CPU memory"
         facts[f"{a}-{b}"] = f"{size / seconds / 1e9:.1f} GB/s, {direct}"
         if not torch.equal(source.cpu(), target.cpu()):
             return {
