@@ -11,11 +11,14 @@ from steps_for_tests import (
     some,
 )
 
-from bloomery.hardware.profile import build_profile
+from bloomery.hardware.profile import build_profile, with_gpus
+from bloomery.hardware.specs import find_gpus
 from bloomery.recipe.load import load_recipe
 from bloomery.simulate.run import (
     MeshSplit,
+    SimulatedStage,
     SimulationResult,
+    fullest,
     passes_in_flight,
     simulate,
     simulation_notes,
@@ -51,6 +54,19 @@ RECIPES = [
     ("go-coder-medium", "RX 6700 XT", 2),
     ("go-coder-medium", "MI300X", 4),
 ]
+
+
+def test_of_unequal_gpus_every_stage_is_simulated_and_the_tightest_decides():
+    on = with_gpus(gpu_machine("T4"), find_gpus("RTX 3090 + 2 x RTX 3060 12GB + RTX 3090"))
+    plan = planned(load_recipe("go-coder-125m", ["parallel.pipeline=4"]), on, gpus=4)
+    layout = plan.parallel.layout
+    assert stages_of_kinds(plan, MeshSplit.of(layout)) == [0, 1, 2, 3]
+    assert layout.stage_limits[0] == 2 * layout.stage_limits[1]
+    stages = [
+        SimulatedStage(number, 1, {"weights": peak}, {}) for number, peak in ((1, 10.0), (2, 8.0))
+    ]
+    assert fullest(stages, layout.stage_limits).number == 2
+    assert fullest(stages, ()).number == 1
 
 
 @pytest.mark.parametrize("case", some(SMALL, {"GPT-2's shape, tied"}))

@@ -650,6 +650,7 @@ def plan_mesh(workload: MeshWorkload, recipe: Recipe) -> tuple[LayoutCandidate, 
                 for device in workload.stage_devices(split, candidate.micro_batching.step)
                 if device.name and split.pipeline > 1
             ),
+            stage_limits=workload.stage_limits(split, candidate.micro_batching.step),
         )
 
     best, reason = choose_layout(candidates)

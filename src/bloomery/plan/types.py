@@ -335,7 +335,9 @@ class LayoutPlan(PlanPart):
     fullest_stage: int = 0  # counted from 0: the one whose memory is `memory`
     # Seconds of a step in which each stage computes, without waiting; empty where the speed is unknown.
     stage_seconds: tuple[float, ...] = ()
-    stage_devices: tuple[str, ...] = ()  # of unequal GPUs: the name of each stage's
+    # Of unequal GPUs: the name of each stage's, and the bytes of it that a plan may use.
+    stage_devices: tuple[str, ...] = ()
+    stage_limits: tuple[float, ...] = ()
 
     @property
     def pipeline_chunks(self) -> int:

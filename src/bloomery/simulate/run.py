@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
@@ -110,12 +110,12 @@ def simulate(
                 break
             progress(f"simulating on fake tensors: {reply['doing']}")
 
-    # A plan has to fit on the device with the fullest stage.
     stages = tuple(
         SimulatedStage(number, passes_in_flight(plan, split, number - 1), parts, sent)
         for number, (parts, sent) in reply["stages"]
     )
-    fullest_stage = max(stages, key=lambda stage: stage.peak)
+    limits = () if plan.parallel is None else plan.parallel.layout.stage_limits
+    fullest_stage = fullest(stages, limits)
     return Simulated(
         parts=fullest_stage.parts,
         notes=tuple(simulation_notes(plan, fused=fused, split=split)),
@@ -125,8 +125,21 @@ def simulate(
     )
 
 
+def fullest(stages: Sequence[SimulatedStage], limits: Sequence[float]) -> SimulatedStage:
+    """The stage that a plan has to fit: of unequal devices, with these limits, the one with the largest share of its
+    own.
+    """
+    return max(
+        stages, key=lambda stage: stage.peak / limits[stage.number - 1] if limits else stage.peak
+    )
+
+
 def stages_of_kinds(plan: RunPlan, split: MeshSplit) -> list[int]:
-    """One stage of each kind, by their numbers from 0: the first of those that are alike, which holds most."""
+    """One stage of each kind, by their numbers from 0: the first of those that are alike, which holds most. All of
+    them where their devices are unequal.
+    """
+    if plan.parallel is not None and plan.parallel.layout.stage_limits:
+        return list(range(split.pipeline))
     model = TrainedModel.of(plan, plan.model.config)
     return distinct_stages(model, split)
 
