@@ -6,8 +6,9 @@ the CPU names it, or is marked `cpu_only("reason")`.
 
 import os
 
-SIMULATED = bool(os.environ.get("BLOOMERY_SIMULATED"))
-DEVICE = "cuda" if SIMULATED else "cpu"
+_vendor = os.environ.get("BLOOMERY_SIMULATED", "").partition(",")[0]
+SIMULATED = bool(_vendor)
+DEVICE = {"": "cpu", "intel": "xpu"}.get(_vendor, "cuda")
 # What plans of tests may use of it, in bytes: a part of what the simulated device has; a CPU has no limit of its own.
 MEMORY_LIMIT = 3 * 2**30 if SIMULATED else 1
 

@@ -13,6 +13,7 @@ from bloomery.core.errors import UserError
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.recipe.schema import Lora
 from bloomery.train.state import build_state, empty_model
+from device_for_tests import DEVICE
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 
@@ -73,7 +74,7 @@ def test_peft_opens_a_checkpoint_and_computes_the_same(prepared, base, tmp_path,
     reference = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager").eval()
     tokens = torch.arange(24)[None] * 7 % CONFIG.vocab_size
     with torch.no_grad():
-        plain, mine = reference(tokens).logits.clone(), ours(tokens).head
+        plain, mine = reference(tokens).logits.clone(), ours(tokens.to(DEVICE)).head.cpu()
         theirs = PeftModel.from_pretrained(reference, folder).eval()(tokens).logits
     assert (mine - plain).abs().max() > 1e-2
     assert torch.allclose(mine, theirs, atol=1e-5, rtol=0), float((mine - theirs).abs().max())

@@ -269,6 +269,7 @@ def test_compiled_blocks_are_asked_for_one_by_one(monkeypatch):
     assert compiled_blocks == [("Block", {"dynamic": False})] * 3
 
 
+@pytest.mark.cpu_only("compiled attention and scores are a CPU's")
 @pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 def test_a_step_of_compiled_code_is_one_of_torch() -> None:
     config = tiny_config(tie_embeddings=True)

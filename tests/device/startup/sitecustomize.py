@@ -2,15 +2,19 @@
 
 import importlib.util
 import os
+import sys
 from pathlib import Path
 
-if os.environ.get("BLOOMERY_SIMULATED"):
-    _place = Path(__file__).parent.parent / "simulated.py"
-    _spec = importlib.util.spec_from_file_location("simulated", _place)
-    assert _spec is not None and _spec.loader is not None
-    simulated = importlib.util.module_from_spec(_spec)
-    import sys
 
-    sys.modules["simulated"] = simulated
-    _spec.loader.exec_module(simulated)
-    simulated.install_with_torch()
+def _loaded(name):
+    spec = importlib.util.spec_from_file_location(
+        name, Path(__file__).parent.parent / f"{name}.py"
+    )
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+if os.environ.get("BLOOMERY_SIMULATED"):
+    _loaded("simulated").install_with_torch()
+    _loaded("detected").install_with_detect()

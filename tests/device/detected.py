@@ -1,0 +1,78 @@
+"""What a process with the simulated device detects: GPUs of which the machine's system knows nothing.
+
+`bloomery.hardware.detect` reads GPUs from the system's files and from nvidia-smi, and the build of PyTorch from its
+package. Here its `detect` tells of the simulated GPUs instead, of a build for them, and of a driver that is open.
+"""
+
+import importlib.abc
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+MODULE = "bloomery.hardware.detect"
+# What drivers tell of the GPU that plays, and what the build of PyTorch says. `simulated.py` has the same for PyTorch.
+GPUS = {
+    "amd": {"name": "AMD Instinct MI300X", "arch": "gfx942", "node": "/dev/dri/renderD128"},
+    "nvidia": {"name": "NVIDIA H100 80GB HBM3", "arch": "sm_90"},
+}
+BUILDS = {
+    "amd": {"torch": "2.13.0+rocm7.2", "build": "rocm", "hip": "7.2.53211"},
+    "nvidia": {"torch": "2.13.0+cu130", "build": "cuda", "cuda": "13.0"},
+}
+
+
+class _WithDetection(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name != MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        plain = spec.loader.exec_module
+
+        def exec_module(module):
+            plain(module)
+            tell_of_simulated(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def tell_of_simulated(detection):
+    from bloomery.hardware.machine import Accelerator
+
+    vendor, devices, gib = os.environ["BLOOMERY_SIMULATED"].split(",")
+    if vendor not in GPUS:
+        return
+    accelerators = tuple(
+        Accelerator(
+            index=index,
+            vendor=vendor,
+            memory_bytes=int(float(gib) * 2**30),
+            pci_address=f"0000:{index + 1:02x}:00.0",
+            access="open",
+            **GPUS[vendor],
+        )
+        for index in range(int(devices))
+    )
+    plain = detection.detect
+
+    def detect(*, root=Path("/"), folder=None):
+        machine = plain(root=root, folder=folder)
+        if root != Path("/"):  # a recorded tree
+            return machine
+        changes = {
+            "accelerators": accelerators,
+            "software": machine.software.model_copy(update=BUILDS[vendor]),
+            "host": machine.host.model_copy(
+                update={"access": machine.host.access.model_copy(update={"kfd": "open"})}
+            ),
+        }
+        return detection.with_cached_probes(machine.model_copy(update=changes))
+
+    detection.detect = detect
+
+
+def install_with_detect():
+    """From now on `import bloomery.hardware.detect` brings the GPUs that BLOOMERY_SIMULATED names."""
+    sys.meta_path.insert(0, _WithDetection())
