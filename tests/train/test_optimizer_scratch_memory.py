@@ -6,9 +6,11 @@ from benchmarks.memory_tracker import peak_bytes
 from test_adamw import PLAN
 from torch import nn
 
+from bloomery.facts.optimizers import OPTIMIZERS, Update
 from bloomery.train.optim import common as optim_pieces
 from bloomery.train.optim.build import build_optimizer
 from bloomery.train.optim.common import Gate
+from bloomery.train.optim.muon import Muon
 
 PIECE = 2**16
 ROUNDED = {"stochastic_rounding": True}
@@ -33,3 +35,25 @@ def test_scratch_is_bounded(monkeypatch, changes, dtype, pieces, shapes):
         parameter.grad = torch.randn_like(parameter)
     member.step(gate=gate)
     assert peak_bytes(lambda: member.step(gate=gate)) < pieces * 4 * PIECE
+
+
+@pytest.mark.parametrize(("shape", "stacks"), [((128, 128), 3), ((64, 256), 2.25)])
+def test_muon_iterates_in_two_stacks_and_their_gram_matrices(monkeypatch, shape, stacks):
+    """The planned bytes. The gradients' directions and the stack they are copied to are not held beside them."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    model = nn.ParameterList(nn.Parameter(torch.randn(size)) for size in (shape, shape[::-1]) * 8)
+    member = Muon(list(model), lr=0.01, momentum=0.9, weight_decay=0.1)
+    for parameter in model:
+        parameter.grad = torch.randn_like(parameter)
+    member.step()
+    planned = OPTIMIZERS["muon"].update_bytes(
+        Update(
+            settings=PLAN,
+            on_gpu=False,
+            weight_bytes=4,
+            values_at_once=0,
+            layer_matrices=tuple(tuple(parameter.shape) for parameter in model),
+        )
+    )
+    assert planned == stacks * 4 * sum(parameter.numel() for parameter in model)
+    assert peak_bytes(member.step) == pytest.approx(planned, rel=0.02)

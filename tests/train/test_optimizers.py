@@ -8,8 +8,9 @@ from bloomery.check.updates import exact_optimizer, products_of
 from bloomery.core.errors import UserError
 from bloomery.facts.optimizers import OPTIMIZERS
 from bloomery.plan.types import OptimizerPlan
+from bloomery.train.optim import muon
 from bloomery.train.optim.build import build_optimizer
-from bloomery.train.optim.muon import Muon, orthogonalize_stack, stacks_of
+from bloomery.train.optim.muon import Muon, iteration_dtype, orthogonalize_stack, stacks_of
 
 PLAN = OptimizerPlan(
     kind="adamw",
@@ -228,4 +229,16 @@ def test_muon_computes_in_float32_where_bfloat16_is_emulated(
     monkeypatch, has_bfloat16, dtype
 ) -> None:
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_bfloat16)
-    assert orthogonalize_stack(torch.randn(2, 8, 16)).dtype == dtype
+    assert iteration_dtype(torch.device("cpu")) == dtype
+    matrices = [torch.randn(8, 16), torch.randn(16, 8)]
+    parameters = [nn.Parameter(matrix) for matrix in matrices]
+    seen = []
+    monkeypatch.setattr(
+        muon,
+        "orthogonalize_stack",
+        lambda stack_NRC: seen.append(stack_NRC.dtype) or stack_NRC,
+    )
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    Muon(parameters, lr=0.1, momentum=0.9, weight_decay=0.0).step()
+    assert seen == [dtype]

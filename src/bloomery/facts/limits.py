@@ -31,7 +31,7 @@ CPU_PIECE = 2**17
 INT8_BLOCK = 256
 # Parameters with fewer values keep float32 moments, as in bitsandbytes: norms and biases are sensitive to rounding.
 INT8_SMALLEST = 4096
-# Values of the matrices that Muon orthogonalizes at once: enough to fill a GPU, 100 MiB of scratch at most.
+# Values of the matrices that Muon orthogonalizes at once: enough to fill a GPU. Scratch: 100 MiB at most in bfloat16.
 MUON_STACK = 2**24
 
 # Weights that share a scale (arXiv:2305.14314, section 3; the default of bitsandbytes).

@@ -159,15 +159,20 @@ def _adamw_update_bytes(update: Update) -> float:
 
 
 def _muon_update_bytes(update: Update) -> float:
-    """Matrices of one shape or its transpose are stacked, up to a bounded size: the step, its stack, and three bfloat16
-    copies for the orthogonalization.
+    """Matrices of one shape or its transpose are stacked, up to a bounded size. An iteration holds two stacks and their
+    Gram matrices, in bfloat16, or in float32 as on CPUs without bfloat16; then results are made the weights' dtype.
     """
+    value_bytes = 2 if update.on_gpu else 4
+    widened_bytes = update.weight_bytes if update.weight_bytes != value_bytes else 0
     counts = Counter(tuple(sorted(shape)) for shape in update.layer_matrices)
-    stack_values = [
-        math.prod(shape) * min(count, max(1, MUON_STACK // math.prod(shape)))
-        for shape, count in counts.items()
-    ]
-    return (2 * update.weight_bytes + 6) * max(stack_values, default=0)
+    most_bytes = 0
+    for shape, count in counts.items():
+        num_matrices = min(count, max(1, MUON_STACK // math.prod(shape)))
+        stack_values = num_matrices * math.prod(shape)
+        gram_values = num_matrices * min(shape) ** 2
+        iteration_bytes = value_bytes * (2 * stack_values + gram_values)
+        most_bytes = max(most_bytes, iteration_bytes, (value_bytes + widened_bytes) * stack_values)
+    return float(most_bytes)
 
 
 # Of Muon's orthogonalization.

@@ -4,7 +4,7 @@ N matrices of a stack, R rows, C columns.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import final
 
 import torch
@@ -38,77 +38,119 @@ def iteration_dtype(device: torch.device) -> torch.dtype:
 def orthogonalize_stack(stack_NRC: Tensor) -> Tensor:
     """Approximately the nearest matrix with orthonormal rows (singular values 0.7 to 1.2) to each of a stack.
 
-    The matrices are wide or square, so that the Gram matrix is the smaller one.
+    The matrices are wide or square, so that the Gram matrix is the smaller one. The stack is in the dtype of the
+    iteration, and overwritten. Memory: that of two stacks and of their Gram matrices.
     """
     assert stack_NRC.shape[1] <= stack_NRC.shape[2]
     a, b, c = NEWTON_SCHULZ
-    x_NRC = stack_NRC.to(iteration_dtype(stack_NRC.device))
-    x_NRC = x_NRC / torch.linalg.vector_norm(x_NRC, dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    x_NRC = stack_NRC
+    del stack_NRC
+    x_NRC.div_(torch.linalg.vector_norm(x_NRC, dim=(1, 2), keepdim=True).clamp(min=1e-7))
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram_NRR = torch.bmm(x_NRC, x_NRC.mT)
         polynomial_NRR = torch.baddbmm(gram_NRR, gram_NRR, gram_NRR, beta=b, alpha=c)
+        del gram_NRR
         x_NRC = torch.baddbmm(x_NRC, polynomial_NRR, x_NRC, beta=a)
+        del polynomial_NRR
     return x_NRC
 
 
-def orthogonalize(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Orthogonalized matrices of one shape or its transpose, each in its own orientation."""
-    wide = [matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix for matrix in matrices]
-    results_NRC = orthogonalize_stack(torch.stack(wide))
-    return [
-        result if matrix.shape == result.shape else result.mT
-        for result, matrix in zip(results_NRC, matrices, strict=True)
-    ]
+def stacked(matrices: Iterable[Tensor], count: int, dtype: torch.dtype) -> Tensor:
+    """So many matrices of one shape or its transpose. One of them is read at a time."""
+    stack_NRC: Tensor | None = None
+    for index, matrix in enumerate(matrices):
+        if stack_NRC is None:
+            stack_NRC = matrix.new_empty((count, *sorted(matrix.shape)), dtype=dtype)
+        oriented(stack_NRC[index], matrix.shape).copy_(matrix)
+    assert stack_NRC is not None, "a stack has a matrix"
+    return stack_NRC
 
 
-def on_full_matrices(
-    function: Callable[[Sequence[Tensor]], list[Tensor]],
-    shards: Sequence[Tensor],
+def oriented(matrix_RC: Tensor, shape: Sequence[int]) -> Tensor:
+    """A matrix of a stack as a view of this shape, which may be that of its transpose."""
+    return matrix_RC if matrix_RC.shape == tuple(shape) else matrix_RC.mT
+
+
+def orthogonalize(
+    matrices: Iterable[Tensor], shapes: Sequence[Sequence[int]], dtype: torch.dtype
+) -> list[Tensor]:
+    """Orthogonalized matrices of one shape or its transpose, each in its own orientation. `dtype`: of the iteration."""
+    results_NRC = orthogonalize_stack(stacked(matrices, len(shapes), dtype))
+    return [oriented(result, shape) for result, shape in zip(results_NRC, shapes, strict=True)]
+
+
+def orthogonalize_shards(
+    shards: Iterable[Tensor],
+    shapes: Sequence[Sequence[int]],
     rows_by_rank: Sequence[Sequence[int]],
     mesh: Mesh,
+    dtype: torch.dtype,
 ) -> list[Tensor]:
-    """This rank's rows of `function` of full matrices, of which each rank holds some rows.
+    """`orthogonalize` of matrices of which each rank holds some rows: this rank's rows of the results.
 
-    `rows_by_rank`: for each matrix. Each rank owns some of the matrices: one all-to-all brings it their rows from
-    every rank, another returns the rows of the results.
+    `shards`: this rank's rows of each, read one at a time; `shapes`: of the full matrices; `rows_by_rank`: for each
+    matrix. Each rank owns some of the matrices: one all-to-all brings it their rows from every rank, another returns
+    the rows of the results. Nothing of the way there is held in the iteration, which would double its memory.
     """
-    count = len(shards)
+    count = len(shapes)
     ranks = range(mesh.shard)
     owners = [index * mesh.shard // count for index in range(count)]
     owned = [index for index, owner in enumerate(owners) if owner == mesh.shard_rank]
-    widths = [shard.shape[1] for shard in shards]
-
-    # Every rank sends its rows of a matrix to the owner, who receives them ordered by rank, then by matrix.
+    widths = [shape[1] for shape in shapes]
+    own_sizes = [
+        rows[mesh.shard_rank] * width for rows, width in zip(rows_by_rank, widths, strict=True)
+    ]
     send_sizes = [
-        sum(shards[index].numel() for index in range(count) if owners[index] == rank)
-        for rank in ranks
+        sum(own_sizes[index] for index in range(count) if owners[index] == rank) for rank in ranks
     ]
     receive_sizes = [
         sum(rows_by_rank[index][rank] * widths[index] for index in owned) for rank in ranks
     ]
+
+    # Every rank sends its rows of a matrix to the owner, who receives them ordered by rank, then by matrix.
     received = mesh.all_to_all_shards(
-        torch.cat([shard.reshape(-1) for shard in shards]), send_sizes, receive_sizes
+        _one_after_another(shards, own_sizes), send_sizes, receive_sizes
     )
-    pieces = received.split(
-        [rows_by_rank[index][rank] * widths[index] for rank in ranks for index in owned]
-    )
-    full_matrices = [
-        torch.cat([pieces[rank * len(owned) + place].view(-1, widths[index]) for rank in ranks])
-        for place, index in enumerate(owned)
-    ]
+    nothing = received.new_empty(0)
+    piece_sizes = [rows_by_rank[index][rank] * widths[index] for rank in ranks for index in owned]
+    pieces = list(received.split(piece_sizes))
+    del received
+
+    def full_matrices() -> Iterator[Tensor]:
+        for place, index in enumerate(owned):
+            yield torch.cat(pieces[place :: len(owned)]).view(*shapes[index])
+        pieces.clear()  # the stack is complete
+
+    results = list[Tensor]()
+    if owned:
+        results = orthogonalize(full_matrices(), [shapes[index] for index in owned], dtype)
 
     # The results go back the same way: to every rank its rows, in the order in which it sent them.
-    results = [
+    row_groups = [
         result.split(list(rows_by_rank[index]))
-        for result, index in zip(
-            function(full_matrices) if full_matrices else [], owned, strict=True
-        )
+        for result, index in zip(results, owned, strict=True)
     ]
-    result_rows = [result[rank].reshape(-1) for rank in ranks for result in results]
-    outgoing = torch.cat(result_rows).to(shards[0].dtype) if result_rows else shards[0].new_empty(0)
+    result_rows = [group[rank].reshape(-1) for rank in ranks for group in row_groups]
+    outgoing = torch.cat(result_rows).to(nothing.dtype) if result_rows else nothing
+    del results, row_groups, result_rows
     returned = mesh.all_to_all_shards(outgoing, receive_sizes, send_sizes)
-    returned_shards = returned.split([shard.numel() for shard in shards])
-    return [flat.view_as(shard) for flat, shard in zip(returned_shards, shards, strict=True)]
+    return [
+        flat.view(rows[mesh.shard_rank], width)
+        for flat, rows, width in zip(returned.split(own_sizes), rows_by_rank, widths, strict=True)
+    ]
+
+
+def _one_after_another(tensors: Iterable[Tensor], sizes: Sequence[int]) -> Tensor:
+    """The values of all tensors in one flat tensor; one of them is read at a time."""
+    flat: Tensor | None = None
+    start = 0
+    for tensor, size in zip(tensors, sizes, strict=True):
+        if flat is None:
+            flat = tensor.new_empty(sum(sizes))
+        flat[start : start + size].copy_(tensor.reshape(-1))
+        start += size
+    assert flat is not None, "a stack has a matrix"
+    return flat
 
 
 def stacks_of(
@@ -138,8 +180,11 @@ class Muon(torch.optim.Optimizer):
         momentum: float,
         weight_decay: float,
         shards: Shards = WITHOUT_SHARDS,
+        device_type: str | None = None,
     ) -> None:
+        """`device_type`: iterate as on this type of device; None: as on that of the parameters."""
         self._shards = shards
+        self._device_type = device_type
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -158,19 +203,23 @@ class Muon(torch.optim.Optimizer):
 
         # Nesterov momentum: the gradient moved once more toward its average.
         torch._foreach_lerp_(buffers, gradients, 1 - momentum)
-        directions = [
+        directions = (
             gradient.lerp(buffer, momentum)
             for gradient, buffer in zip(gradients, buffers, strict=True)
-        ]
+        )
+        shapes = [self._shards.full_shape(p) for p in stack]
+        dtype = iteration_dtype(torch.device(self._device_type or weights[0].device))
         if self._shards.full_parameters:
             rows_by_rank = [self._shards.rows_by_rank(p) for p in stack]
-            updates = on_full_matrices(orthogonalize, directions, rows_by_rank, self._shards.mesh)
+            updates = orthogonalize_shards(
+                directions, shapes, rows_by_rank, self._shards.mesh, dtype
+            )
         else:
-            updates = orthogonalize(directions)
+            updates = orthogonalize(directions, shapes, dtype)
 
         torch._foreach_mul_(weights, 1 - lr * weight_decay)
         updates = [update.to(weight.dtype) for update, weight in zip(updates, weights, strict=True)]
-        longest_side = max(self._shards.full_shape(stack[0]))
+        longest_side = max(shapes[0])
         torch._foreach_add_(
             weights, updates, alpha=-lr * ADAMW_ROOT_MEAN_SQUARE * math.sqrt(longest_side)
         )
@@ -190,6 +239,7 @@ def build(
         momentum=plan.momentum,
         weight_decay=plan.weight_decay,
         shards=rounding.shards,
+        device_type=rounding.device_type,
     )
     return [optimizer]
 
