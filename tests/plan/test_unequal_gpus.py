@@ -5,10 +5,13 @@ from dataclasses import replace
 import pytest
 from plan_help import gpu_machine, machine, planned, reported
 
+from bloomery.core.device import DeviceProperties
 from bloomery.core.errors import UserError
+from bloomery.core.units import GIB
 from bloomery.hardware.calibration import device_of
 from bloomery.hardware.profile import build_profile, with_gpus
 from bloomery.hardware.specs import find_gpus, named_gpus
+from bloomery.parallel import preflight
 from bloomery.plan import stages
 from bloomery.plan.estimate.measured import StepEstimator
 from bloomery.plan.estimate.mesh import MeshSplit
@@ -110,6 +113,32 @@ def test_each_stage_stays_below_the_memory_of_its_own_gpu(names):
     assert not planned(
         load_recipe("llama2-7b-pipeline-2gpu"), gpu_machine("RTX 3060 12GB"), gpus=2
     ).fits
+
+
+def test_a_rank_on_another_gpu_than_its_stage_was_cut_for_is_named(monkeypatch):
+    plan = plan_of("llama2-7b-pipeline-2gpu", "RTX 3090 + RTX 3060 12GB")
+    limits = plan.parallel.layout.stage_limits
+    assert [plan.memory_limit_of(rank) for rank in range(2)] == list(limits) and limits[0] > limits[
+        1
+    ]
+
+    def problem_on(gib: int, rank: int) -> str:
+        device = DeviceProperties("a GPU", total_bytes=gib * GIB)
+        monkeypatch.setattr(preflight, "properties_of", lambda _: device)
+        return preflight.place_problem(plan, rank)
+
+    assert problem_on(24, 0) == problem_on(12, 1) == problem_on(24, 1) == ""
+    problem = problem_on(12, 0)
+    assert problem == "has 12.0 GiB, and its stage was planned for 22.1 GiB of a GeForce RTX 3090"
+    facts = [
+        preflight.RankFacts("n", "2", "0", "p", f"{rank}", "", text, 2**40, True, "")
+        for rank, text in enumerate((problem, ""))
+    ]
+    error = next(error for check in preflight.CHECKS if (error := check(facts)) is not None)
+    assert error.problem.startswith("the device of rank 0 on n has 12.0 GiB")
+    alike = planned(load_recipe("llama2-7b-pipeline-2gpu"), gpu_machine("RTX 3090"), gpus=2)
+    assert alike.memory_limit_of(0) == alike.memory_limit_of(1) == alike.memory.limit
+    assert preflight.place_problem(alike, 0) == ""
 
 
 def test_copies_wait_for_the_slowest_and_the_smallest():

@@ -63,7 +63,7 @@ def checked_plan(
     """
     build_seconds = 0.0
     while True:
-        set_up_process(plan.train, memory_limit=plan.memory.limit)
+        set_up_process(plan.train, memory_limit=plan.memory_limit_of(mesh.rank))
         build_seconds += build_kernels(plan.model)
         try:
             settle_tiles(plan.model, plan.train, plan.data, run_dir, mesh, emit, resumes=resumes)

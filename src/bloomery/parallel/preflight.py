@@ -131,6 +131,7 @@ class RankFacts:
     plan: str  # digest
     device: str  # the GPU's id, "" on a CPU
     wrong_device: str  # what is wrong with its products, "" where they are right
+    wrong_place: str  # why the plan is not for this device, "" where it is
     local_free_bytes: int  # in the folder for temporary files
     sees_run_folder: bool
     unreadable: str  # why the prepared dataset cannot be read, "" where it can
@@ -189,7 +190,8 @@ def check_ranks(
     mesh.barrier()
 
     # 2. Every rank learns the facts of all, and judges them alike.
-    own_facts = _facts(plan, shared_file, token, product_problem(plan.train))
+    wrong_place = place_problem(plan, mesh.rank)
+    own_facts = _facts(plan, shared_file, token, product_problem(plan.train), wrong_place)
     facts_by_rank = [RankFacts(**facts) for facts in mesh.all_gather_json(asdict(own_facts))]
     mesh.barrier()
     if mesh.first_rank:
@@ -219,7 +221,25 @@ def check_ranks(
     )
 
 
-def _facts(plan: RunPlan, shared_file: Path, token: str, wrong_device: str) -> RankFacts:
+def place_problem(plan: RunPlan, rank: int) -> str:
+    """Why the device of this rank is not that for which a pipeline over unequal GPUs was cut; "" where it is.
+
+    The driver may count GPUs in another order than the plan does.
+    """
+    if plan.parallel is None or not plan.parallel.layout.stage_limits:
+        return ""
+    total_bytes = properties_of(plan.train.device).total_bytes
+    planned_bytes = plan.memory_limit_of(rank)
+    if not total_bytes or planned_bytes <= total_bytes:
+        return ""
+    name = plan.parallel.layout.stage_devices[rank // plan.train.ranks_per_stage]
+    planned = f"{format_bytes(planned_bytes)} of a {name}"
+    return f"has {format_bytes(total_bytes)}, and its stage was planned for {planned}"
+
+
+def _facts(
+    plan: RunPlan, shared_file: Path, token: str, wrong_device: str, wrong_place: str
+) -> RankFacts:
     """The facts of this rank."""
     return RankFacts(
         host=node_name(),
@@ -228,6 +248,7 @@ def _facts(plan: RunPlan, shared_file: Path, token: str, wrong_device: str) -> R
         plan=hashlib.sha256(plan.model_dump_json().encode()).hexdigest()[:16],
         device=_device_id(plan.train.device),
         wrong_device=wrong_device,
+        wrong_place=wrong_place,
         local_free_bytes=shutil.disk_usage(tempfile.gettempdir()).free,
         sees_run_folder=_appears(shared_file, token),
         unreadable=_reading_problem(plan.data.prepared),
@@ -354,6 +375,19 @@ def _check_products(facts_by_rank: Sequence[RankFacts]) -> UserError | None:
     )
 
 
+def _check_places(facts_by_rank: Sequence[RankFacts]) -> UserError | None:
+    wrong_ranks = [rank for rank, facts in enumerate(facts_by_rank) if facts.wrong_place]
+    if not wrong_ranks:
+        return None
+    return _at_fault(
+        facts_by_rank,
+        wrong_ranks,
+        f"the device of {_named(facts_by_rank, wrong_ranks)} {facts_by_rank[wrong_ranks[0]].wrong_place}",
+        where="the order of the GPUs",
+        fix="unset the variables that select or order GPUs, and name the GPUs with --devices",
+    )
+
+
 def _check_local_disk(facts_by_rank: Sequence[RankFacts]) -> UserError | None:
     full_ranks = [
         rank
@@ -394,6 +428,7 @@ CHECKS: tuple[Callable[[Sequence[RankFacts]], UserError | None], ...] = (
     _check_versions,
     _check_dataset,
     _check_devices,
+    _check_places,
     _check_local_disk,
     _check_products,
 )

@@ -451,6 +451,11 @@ class RunPlan(PlanPart):
         """Of a training step alone, where `memory` may be of the moment in which completions are sampled."""
         return self.memory if self.rollout is None else self.rollout.training_memory
 
+    def memory_limit_of(self, rank: int) -> float:
+        """The bytes of the device of a rank that the plan may use."""
+        limits = () if self.parallel is None else self.parallel.layout.stage_limits
+        return limits[rank // self.train.ranks_per_stage] if limits else self.memory.limit
+
     @property
     def trained_tokens_per_step(self) -> float:
         """Tokens that count as trained on: a step's with its padding, or those of its completions and prompts."""

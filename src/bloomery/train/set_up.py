@@ -74,7 +74,7 @@ def open_context(
     `build_seconds`: what compiling C++ took before this call.
     Raises Stopped when `stop` returns True before the first step.
     """
-    set_up_process(plan.train, memory_limit=plan.memory.limit)
+    set_up_process(plan.train, memory_limit=plan.memory_limit_of(mesh.rank))
     plan = fix_start(plan, run_dir, mesh)
 
     # The kernels. Whether they are right on this device was checked while its memory was still free.
