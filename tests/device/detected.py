@@ -26,8 +26,12 @@ class _WithDetection(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name != MODULE:
             return None
+        place = sys.meta_path.index(self)
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            sys.meta_path.insert(place, self)
         plain = spec.loader.exec_module
 
         def exec_module(module):

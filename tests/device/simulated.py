@@ -81,11 +81,16 @@ class _WithTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Loads the library before torch, and hands torch its functions after."""
 
     def find_spec(self, name, path=None, target=None):
-        if name != "torch":
+        if name != "torch" or self not in sys.meta_path:
             return None
+        # Whoever only asks whether there is a torch does not load it: the next one finds this again.
+        place = sys.meta_path.index(self)
         sys.meta_path.remove(self)
-        library = build(os.environ["BLOOMERY_SIMULATED"].partition(",")[0])
-        spec = importlib.util.find_spec("torch")
+        try:
+            library = build(os.environ["BLOOMERY_SIMULATED"].partition(",")[0])
+            spec = importlib.util.find_spec("torch")
+        finally:
+            sys.meta_path.insert(place, self)
         plain = spec.loader.exec_module
 
         def exec_module(module):
@@ -217,6 +222,9 @@ def patch():
             _lib.sim_set_device(device)
         return before
 
+    def maybe_exchange(device):  # not the same function: Dynamo knows each by its identity
+        return exchange(device)
+
     def nested(device):
         s = stats(device)
         zero = {"current": 0, "peak": 0, "allocated": 0, "freed": 0}
@@ -258,7 +266,7 @@ def patch():
         "setDevice": lambda d: exchange(d),
         "getDevice": lambda: _lib.sim_device(),
         "exchangeDevice": exchange,
-        "maybeExchangeDevice": exchange,
+        "maybeExchangeDevice": maybe_exchange,
         "isInBadFork": is_in_bad_fork,
         "memoryStats": nested,
         "resetPeakMemoryStats": lambda d: _lib.sim_reset_peak(d),
@@ -297,7 +305,7 @@ def patch():
     }
     for function, body in functions.items():
         setattr(C, f"_{type_name}_{function}", body)
-    cuda._exchange_device = cuda._maybe_exchange_device = exchange
+    cuda._exchange_device, cuda._maybe_exchange_device = exchange, maybe_exchange
     cuda._is_in_bad_fork = is_in_bad_fork
 
     def properties_of_xpu(device):

@@ -38,6 +38,10 @@ from bloomery.plan.store import write_plan
 from bloomery.recipe.schema import Lora, Quantize
 from bloomery.train.evaluation.evaluation import validation_result
 from bloomery.train.objectives.build import build_objective
+from device_for_tests import DEVICE, SIMULATED
+
+# As commands have it on the device of the tests: a run and what uses its model compute alike there.
+USE = Use(DEVICE, bfloat16=SIMULATED)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +113,7 @@ def test_the_loaded_model_has_the_runs_own_figure(
     )
     lines = []
     for load in (load_model, load_to_evaluate):
-        decoder, _ = load(run.folder, step="last", use=Use("cpu"), on_load=lines.append)
+        decoder, _ = load(run.folder, step="last", use=USE, on_load=lines.append)
         assert loss_of(decoder, plan) == run.of(EvalDone)[-1].loss
         assert bool(dict(quantized_weights(decoder))) == (quantize != "none")
     assert not any("differ" in line for line in lines)
@@ -122,7 +126,7 @@ def test_a_whole_model_keeps_its_matrices_as_products_read_them(prepared, tmp_pa
     run = Run(plan, tmp_path / "run")
     write_plan(plan, run.folder / "plan.json")
     (run.folder / "recipe.yaml").write_text("{}")
-    decoder, _ = load_model(run.folder, step="last", use=Use("cpu"))
+    decoder, _ = load_model(run.folder, step="last", use=USE)
     assert decoder.model.layers[0].mlp.up_proj.weight.dtype == getattr(torch, precision)
     assert decoder.model.norm.weight.dtype == torch.float32
     assert loss_of(decoder, plan) == run.of(EvalDone)[-1].loss
@@ -134,7 +138,7 @@ def test_another_base_is_another_figure_and_said(prepared, base, tmp_path):
     lines = []
     for quantize in ("none", "int8"):
         decoder, _ = load_to_evaluate(
-            run.folder, step="last", use=Use("cpu", quantize), on_load=lines.append
+            run.folder, step="last", use=replace(USE, quantize=quantize), on_load=lines.append
         )
         assert loss_of(decoder, plan) != run_loss
     warnings = [line for line in lines if "results differ" in line]
@@ -154,7 +158,7 @@ def test_another_base_is_another_figure_and_said(prepared, base, tmp_path):
     ]
     results = [
         CliRunner().invoke(cli, ["eval", *words, *flags])
-        for flags in ([], ["--quantize", "none"], ["-d", "cpu"])
+        for flags in ([], ["--quantize", "none"], ["-d", DEVICE])
     ]
     losses = [json.loads(result.stdout)["loss"] for result in results]
     assert losses[0] == losses[2] != losses[1]
@@ -362,7 +366,7 @@ def test_a_merged_export_holds_one_tensor_at_a_time_and_the_same_numbers(prepare
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_eval_of_a_run_gives_the_loss_that_the_run_logged(prepared, base, tmp_path, precision):
     run, _ = run_of(prepared, base, tmp_path / "run", precision=precision)
-    words = ["eval", str(run.folder), "--step", "last", "-d", "cpu", "--json"]
+    words = ["eval", str(run.folder), "--step", "last", "-d", DEVICE, "--json"]
     flag_lists = ([], ["--no-bos"], ["--data", str(prepared)])
     validation, without_bos, named_data = (
         CliRunner().invoke(cli, [*words, *flags]) for flags in flag_lists
