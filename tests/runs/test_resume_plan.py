@@ -256,6 +256,9 @@ def test_unequal_gpus_train_together_where_they_are_named() -> None:
     assert (machine.together, count) == (True, 2)
     assert build_profile(machine).environment.value["HIP_VISIBLE_DEVICES"] == "0,1"
     assert chosen_devices(mixed, "1")[0].together is False
+    # One process takes the best of them.
+    alone = build_profile(narrowed(mixed, "0,1"))
+    assert (alone.peers, alone.environment.value["HIP_VISIBLE_DEVICES"]) == ((), "0")
     # A resumed run has them both again.
     assert same_devices(mixed, machine).together
     nvidia = small.model_copy(update={"vendor": "nvidia", "arch": "sm_86"})

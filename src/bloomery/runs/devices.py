@@ -62,8 +62,11 @@ def chosen_devices(machine: Machine, devices: str | None) -> tuple[Machine, int]
 
 
 def narrowed(machine: Machine, devices: str | None) -> Machine:
-    """The machine with only the given devices, for work of one process. Raises UserError."""
-    return machine if devices is None or devices == "auto" else chosen_devices(machine, devices)[0]
+    """The machine with only the given devices, for work of one process: on the best of them. Raises UserError."""
+    if devices is None or devices == "auto":
+        return machine
+    narrow, _ = chosen_devices(machine, devices)
+    return narrow.model_copy(update={"together": False})
 
 
 def devices_of_ranks(machine: Machine, count: int, ranks: int, launcher: str) -> Machine:
