@@ -30,6 +30,7 @@ TORCH_LIBRARIES = ("c10", "torch_cpu")
 _lib = None
 _waits = Counter()
 _has_float64 = True
+_places = {}  # their text, which the library reads after the call
 
 
 def environment(device="amd", devices=2, gib=4.0):
@@ -172,6 +173,71 @@ def capacity(gib, device=0):
     _lib.sim_set_capacity(device, ctypes.c_uint64(int(gib * 2**30)))
 
 
+def break_kernel(operator, after=0, kills=False):
+    """The kernel of the next call but `after` of that operator touches memory that is not its own.
+
+    Its call returns; the next wait for the device raises the vendor's error, and from then on every call does. With
+    `kills` the runtime ends the process at once, as AMD's does for most such faults. "" ends it.
+    """
+    _lib.sim_breaking(operator.encode(), ctypes.c_int64(after), int(kills))
+
+
+def mend():
+    """The devices work again, as in a new process."""
+    break_kernel("")
+    _lib.sim_mend()
+
+
+def launch(name, *, reads=(), writes=()):
+    """A kernel that takes addresses, such as Triton's: on the current device and its current stream.
+
+    It breaks if a tensor is another device's. Contiguous tensors.
+    """
+    tensors = [*reads, *writes]
+    count = len(tensors)
+    _checked(
+        _lib.sim_launch(
+            name.encode(),
+            count,
+            (ctypes.c_void_p * count)(*(tensor.data_ptr() for tensor in tensors)),
+            (ctypes.c_uint64 * count)(*(tensor.nbytes for tensor in tensors)),
+            (ctypes.c_int * count)(*(number >= len(reads) for number in range(count))),
+        )
+    )
+
+
+def _checked(error):
+    """Raise what the library says, as PyTorch does for an error of the runtime."""
+    if error:
+        import torch
+
+        raise torch.AcceleratorError(error.decode())
+
+
+@ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)
+def _hear_launch(operator):
+    frame = sys._getframe(1)
+    while frame is not None and SOURCES not in frame.f_code.co_filename:
+        frame = frame.f_back
+    place = "backward"
+    if frame is not None:
+        file = frame.f_code.co_filename.partition(SOURCES)[2]
+        place = f"{file}:{frame.f_lineno} {frame.f_code.co_qualname}"
+    return ctypes.addressof(_places.setdefault(place, ctypes.create_string_buffer(place.encode())))
+
+
+def trace(on):
+    """Races name the places of Bloomery's code, not only the operators. Slow."""
+    _lib.sim_hear_launches(_hear_launch if on else None)
+
+
+def blocks(device=0):
+    """The allocated blocks: (offset, bytes)."""
+    return [
+        tuple(map(int, line.split("\t"))) for line in _lib.sim_blocks(device).decode().splitlines()
+    ]
+
+
 def sync_is_error(on):
     _lib.sim_sync_is_error(int(on))
 
@@ -202,7 +268,13 @@ def patch():
     _lib.sim_current_stream.restype = ctypes.c_int64
     _lib.sim_set_fraction.argtypes = [ctypes.c_int, ctypes.c_double]
     _lib.sim_set_stream.argtypes = [ctypes.c_int, ctypes.c_int64]
+    for name in ("blocks", "empty_cache", "launch", "synchronize"):
+        getattr(_lib, f"sim_{name}").restype = ctypes.c_char_p
+    _lib.sim_set_runtime({"amd": b"HIP", "nvidia": b"CUDA", "intel": b"XPU"}[vendor])
     _lib.sim_hear_waits(_hear_wait)
+    # A problem is raised where it is noticed; also in children, whose reports a run of tests collects.
+    problem_is_error(True)
+    _lib.sim_set_problem_file(os.environ.get("BLOOMERY_SIMULATED_REPORTS", "").encode())
     _lib.sim_set_devices(devices)
     for device in range(devices):
         capacity(gib, device)
@@ -241,9 +313,31 @@ def patch():
             "allocated_bytes": both(s.allocated, s.peak),
             "active_bytes": both(s.allocated, s.peak),
             "reserved_bytes": both(s.reserved, s.reserved_peak),
+            "requested_bytes": both(s.allocated, s.peak),
             "inactive_split_bytes": both(0, 0),
-            "num_alloc_retries": 0,
+            **{name: both(s.count, s.count) for name in ("active", "segment")},
+            "inactive_split": both(0, 0),
+            **{f"oversize_{name}": dict(zero) for name in ("allocations", "segments")},
+            "num_alloc_retries": s.retries,
             "num_ooms": s.ooms,
+        }
+
+    def segment(device, offset, size):
+        """A block as a segment of its own."""
+        block = {"size": size, "requested_size": size, "address": offset, "frames": []}
+        return {
+            "device": device,
+            "address": offset,
+            "total_size": size,
+            "allocated_size": size,
+            "active_size": size,
+            "requested_size": size,
+            "stream": 0,
+            "segment_type": "large",
+            "segment_pool_id": (0, 0),
+            "is_expandable": False,
+            "frames": [],
+            "blocks": [{**block, "state": "active_allocated"}],
         }
 
     def stream_data(device, stream):
@@ -271,9 +365,9 @@ def patch():
         "memoryStats": nested,
         "resetPeakMemoryStats": lambda d: _lib.sim_reset_peak(d),
         "resetAccumulatedMemoryStats": lambda d: None,
-        "emptyCache": lambda *a: _lib.sim_empty_cache(),
+        "emptyCache": lambda *a: _checked(_lib.sim_empty_cache()),
         "setMemoryFraction": lambda f, d: _lib.sim_set_fraction(d, f),
-        "synchronize": lambda *d: _lib.sim_synchronize(*d or [_lib.sim_device()]),
+        "synchronize": lambda *d: _checked(_lib.sim_synchronize(*d or [_lib.sim_device()])),
         "getCurrentStream": lambda d: stream_data(d, _lib.sim_current_stream(d)),
         "getCurrentRawStream": lambda d: _lib.sim_current_stream(d),
         "getDefaultStream": lambda d: stream_data(d, 0),
@@ -284,17 +378,18 @@ def patch():
         "canDeviceAccessPeer": lambda a, b: True,
         "getArchFlags": lambda: arch.split(":")[0] if hip else "sm_90",
         "memorySnapshot": lambda *a: {
-            "segments": [],
-            "device_traces": [],
+            "segments": [segment(d, *block) for d in range(devices) for block in blocks(d)],
+            "device_traces": [[] for _ in range(devices)],
             "allocator_settings": {},
         },
         "record_memory_history": lambda *a, **k: None,
         "record_memory_history_legacy": lambda *a, **k: None,
         "isCurrentStreamCapturing": lambda: False,
-        "hostMemoryStats": dict,
+        "hostMemoryStats": lambda: {"allocated_bytes": {"current": stats().pinned, "peak": stats().pinned_peak}},
+        "hostEmptyCache": lambda: _lib.sim_empty_pinned_cache(),
         "getAllocatorBackend": lambda: "native",
-        "set_sync_debug_mode": lambda mode: sync_is_error(mode == 2),
-        "get_sync_debug_mode": lambda: 0,
+        "set_sync_debug_mode": lambda mode: _lib.sim_set_sync_debug_mode(mode),
+        "get_sync_debug_mode": lambda: _lib.sim_sync_debug_mode(),
         "ipc_collect": lambda: None,
         # Of torch.xpu alone.
         "getMemoryInfo": lambda d: (
@@ -378,8 +473,9 @@ def patch():
 
     class Event(torch.Event):
         def __new__(cls, enable_timing=False, blocking=False, interprocess=False, external=False):
-            return torch.Event.__new__(
-                cls, torch.device(type_name), enable_timing=enable_timing, blocking=blocking
+            # One of torch's own class, whose `elapsed_time` takes no other.
+            return torch.Event(
+                torch.device(type_name), enable_timing=enable_timing, blocking=blocking
             )
 
     for module in (cuda, cuda.streams):

@@ -2,6 +2,8 @@
 #pragma once
 #include "operators.h"
 
+#include <ATen/native/transformers/attention.h>
+
 namespace sim {
 enum Chosen : int64_t { kMath = 0, kFlash = 1, kEfficient = 2 };  // at::SDPBackend
 

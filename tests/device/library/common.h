@@ -12,8 +12,11 @@
 #include <string>
 #include <vector>
 
-#ifndef SIMULATED_KEY
-#define SIMULATED_KEY CUDA  // or XPU: the device type, and the dispatch key, of which this device is
+// The device type, and the dispatch key, of which this device is.
+#ifdef SIM_XPU
+#define SIMULATED_KEY XPU
+#else
+#define SIMULATED_KEY CUDA
 #endif
 
 namespace sim {
@@ -25,11 +28,16 @@ inline int num_devices = 2;
 inline thread_local int current_device = 0;
 
 // ---- what Python sets -----------------------------------------------------------------------------------------------
+#ifdef SIM_XPU
+inline std::string runtime = "XPU";
+#else
 inline std::string runtime = "HIP";      // how errors begin: "HIP error", "CUDA error"
+#endif
 inline bool sync_is_error = false;       // each wait of the host is an error
 inline int sync_debug_mode = 0;          // torch.cuda.set_sync_debug_mode: 1 warns, 2 raises
 inline bool problem_is_error = false;    // each problem is raised where it is noticed
-inline std::string problem_file;         // and a line of this file
+inline std::string problem_file;         // and a line of this file, whose name ends with the number of the process
+inline bool has_float64 = true;          // Intel's Arc A has none
 inline bool fused_attention = true;      // this GPU has flash and memory-efficient kernels
 inline std::string faulty_operator;      // its results are multiplied
 inline double faulty_factor = 1.0;
@@ -66,7 +74,7 @@ inline std::map<std::string, int64_t> calls, waits, missing, problems;
 inline void problem(const std::string& text) {
   if (problems.size() < 1000 || problems.count(text)) problems[text]++;
   if (problems[text] == 1 && !problem_file.empty())  // written at once: a process may end without a word
-    if (FILE* file = std::fopen(problem_file.c_str(), "a")) {
+    if (FILE* file = std::fopen((problem_file + "." + std::to_string(getpid())).c_str(), "a")) {
       std::fprintf(file, "%s\n", text.c_str());
       std::fclose(file);
     }

@@ -19,7 +19,7 @@ constexpr size_t kAddresses = 1ull << 39;  // of a device: more than any has byt
 constexpr size_t kRound = 512;
 constexpr size_t kPage = 4096;
 constexpr size_t kMostPoison = 256ull << 20;  // a larger block would take the host's memory for nothing
-constexpr size_t kGiveBack = 1ull << 20;      // a smaller one costs more to give back to the host than it holds
+constexpr size_t kGiveBack = 16ull << 20;     // smaller ones are freed and taken all the time: fresh pages cost more
 constexpr int kFresh = -1;                    // the pool of addresses that no stream has
 
 struct Block {
@@ -171,7 +171,7 @@ inline void check_process() {
 struct Forks {
   Forks() {
     pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); }, [] {
-      mutex.unlock();
+      new (&mutex) std::recursive_mutex();  // it belongs to the parent's thread
       is_forked |= is_in_use;
     });
   }

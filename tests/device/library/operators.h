@@ -97,9 +97,14 @@ struct Call {
     std::string by = named(name);
     bool waits = kWaits.count(name) > 0;
     if (name == "aten::repeat_interleave") waits = value_of("repeats")->isTensor() && value_of("output_size")->isNone();
-    if (name == "aten::index" || name.rfind("aten::index_put", 0) == 0 || name == "aten::_index_put_impl_")
-      for (const std::optional<Tensor>& t : value_of("indices")->toOptionalTensorVector())  // a mask is counted first
-        waits |= t.has_value() && is_ours(*t) && (t->scalar_type() == at::kBool || t->scalar_type() == at::kByte);
+    // A mask becomes indices first (`nonzero`), unless one number is written: that is a fill. (Reads by a mask call
+    // `nonzero` themselves.)
+    if (name.rfind("aten::index_put", 0) == 0 || name == "aten::_index_put_impl_") {
+      const Tensor& value = value_of("values")->toTensor();
+      if (value.numel() != 1 || is_ours(value))
+        for (const std::optional<Tensor>& t : value_of("indices")->toOptionalTensorVector())
+          waits |= t.has_value() && is_ours(*t) && (t->scalar_type() == at::kBool || t->scalar_type() == at::kByte);
+    }
     Locked locked;
     check_process();
     const Clock& clock = begin_work(device);

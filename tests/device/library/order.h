@@ -133,7 +133,7 @@ inline void host_waits(const Clock& clock) {
   end_copies([](Copy& copy) { return copy.moment.is_over(host_clock); });
   for (int device = 0; device < kDevices; device++) {
     Breakage& breakage = breakages[device];
-    if (!breakage.is_broken || !breakage.moment.is_over(host_clock)) continue;
+    if (!breakage.is_broken || breakage.is_known || !breakage.moment.is_over(host_clock)) continue;
     breakage.is_known = true;
     check_device(device);
   }

@@ -196,10 +196,7 @@ struct Hooks final : HooksBase {
   decltype(std::declval<HooksBase>().getNumGPUs()) getNumGPUs() const override {
     return static_cast<decltype(std::declval<HooksBase>().getNumGPUs())>(num_devices);
   }
-#define SIM_IS_CUDA (SIM_JOIN(SIM_KIND_, SIMULATED_KEY) == SIM_KIND_CUDA)
-#define SIM_KIND_CUDA 1
-#define SIM_KIND_XPU 2
-#if SIM_IS_CUDA
+#ifndef SIM_XPU
   bool hasCUDA() const override { return true; }
   bool hasCUDART() const override { return true; }
   long versionCUDART() const override { return 13000; }  // NOLINT: the type of ATen's interface

@@ -33,19 +33,24 @@ inline std::string named(const std::string& name) {
 }
 
 // ---- factories ------------------------------------------------------------------------------------------------------
+inline c10::ScalarType checked(std::optional<c10::ScalarType> dtype) {
+  c10::ScalarType type = dtype.value_or(c10::get_default_dtype_as_scalartype());
+  TORCH_CHECK(has_float64 || type != at::kDouble, "Required aspect fp64 is not supported on the device");
+  return type;
+}
 inline Tensor empty_memory_format(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype,
                                   std::optional<c10::Layout>, std::optional<c10::Device> device,
                                   std::optional<bool> pin, std::optional<c10::MemoryFormat> format) {
   TORCH_CHECK(!pin.value_or(false), "Only dense CPU tensors can be pinned");
   c10::DeviceGuard on(device.value_or(guard.getDevice()));
-  auto type = dtype.value_or(c10::get_default_dtype_as_scalartype());
+  auto type = checked(dtype);
   return Tensor(at::detail::empty_generic(size, &device_memory, c10::DispatchKeySet(kKey), type, format));
 }
 inline Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<c10::ScalarType> dtype,
                             std::optional<c10::Layout>, std::optional<c10::Device> device, std::optional<bool> pin) {
   TORCH_CHECK(!pin.value_or(false), "Only dense CPU tensors can be pinned");
   c10::DeviceGuard on(device.value_or(guard.getDevice()));
-  auto type = dtype.value_or(c10::get_default_dtype_as_scalartype());
+  auto type = checked(dtype);
   return Tensor(at::detail::empty_strided_generic(size, stride, &device_memory, c10::DispatchKeySet(kKey), type));
 }
 inline void resize_bytes(const c10::Storage& storage, size_t bytes) {
@@ -174,6 +179,9 @@ inline Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   copy_bytes(staged_self, staged_from, non_blocking);
   if (!staged_self.is_same(self)) self.copy_(staged_self, non_blocking);
   return self;
+}
+inline void record_stream(Tensor& self, c10::Stream stream) {
+  device_memory.recordStream(self.storage().data_ptr(), stream);
 }
 inline at::Scalar local_scalar_dense(const Tensor& self) {
   std::string by = named("item");
