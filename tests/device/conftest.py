@@ -6,7 +6,8 @@ Intel's is reached as torch.xpu, the others as torch.cuda: `run.py --device inte
 import os
 from pathlib import Path
 
-vendor = os.environ.get("BLOOMERY_SIMULATED", "").partition(",")[0]
+described = os.environ.get("BLOOMERY_SIMULATED", "")
+vendor = described.partition(",")[0].partition(":")[0]
 collect_ignore = [
     path.name
     for path in Path(__file__).parent.glob("test_*.py")

@@ -6,16 +6,14 @@ package. Here its `detect` tells of the simulated GPUs instead, of a build for t
 
 import importlib.abc
 import importlib.util
-import os
 import sys
 from pathlib import Path
 
+from simulated_cards import cards, described, machine_file, vendor_of
+
 MODULE = "bloomery.hardware.detect"
-# What drivers tell of the GPU that plays, and what the build of PyTorch says. `simulated.py` has the same for PyTorch.
-GPUS = {
-    "amd": {"name": "AMD Instinct MI300X", "arch": "gfx942", "node": "/dev/dri/renderD128"},
-    "nvidia": {"name": "NVIDIA H100 80GB HBM3", "arch": "sm_90"},
-}
+NODES = {"amd": "/dev/dri/renderD128"}
+# What the build of PyTorch says. `simulated.py` has the same for PyTorch.
 BUILDS = {
     "amd": {"torch": "2.13.0+rocm7.2", "build": "rocm", "hip": "7.2.53211"},
     "nvidia": {"torch": "2.13.0+cu130", "build": "cuda", "cuda": "13.0"},
@@ -43,21 +41,26 @@ class _WithDetection(importlib.abc.MetaPathFinder):
 
 
 def tell_of_simulated(detection):
-    from bloomery.hardware.machine import Accelerator
+    from bloomery.hardware.machine import Accelerator, read_machine
 
-    vendor, devices, gib = os.environ["BLOOMERY_SIMULATED"].split(",")
-    if vendor not in GPUS:
+    file = machine_file(described())
+    recorded = None if file is None else read_machine(file)
+    vendor = vendor_of(described())
+    if vendor not in BUILDS:
         return
     accelerators = tuple(
         Accelerator(
             index=index,
             vendor=vendor,
-            memory_bytes=int(float(gib) * 2**30),
+            name=gpu.name,
+            arch=gpu.arch,
+            memory_bytes=gpu.num_bytes,
+            node=NODES.get(vendor, ""),
             pci_address=f"0000:{index + 1:02x}:00.0",
             access="open",
-            **GPUS[vendor],
+            compute_units=gpu.units,
         )
-        for index in range(int(devices))
+        for index, gpu in enumerate(cards(described()))
     )
     plain = detection.detect
 
@@ -65,6 +68,14 @@ def tell_of_simulated(detection):
         machine = plain(root=root, folder=folder)
         if root != Path("/"):  # a recorded tree
             return machine
+        if recorded is not None:  # as it was recorded, but for what this process has
+            host = recorded.host.model_copy(
+                update={
+                    name: getattr(machine.host, name)
+                    for name in ("memory_bytes", "memory_free_bytes", "disk_free_bytes")
+                }
+            )
+            return recorded.model_copy(update={"host": host})
         changes = {
             "accelerators": accelerators,
             "software": machine.software.model_copy(update=BUILDS[vendor]),

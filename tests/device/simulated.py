@@ -12,11 +12,15 @@ import hashlib
 import importlib.abc
 import importlib.util
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+
+from simulated_cards import cards, described, machine_file, vendor_of
 
 HERE = Path(__file__).parent
 SOURCE = HERE / "simulated_device.cpp"
@@ -34,24 +38,51 @@ _places = {}  # their text, which the library reads after the call
 
 
 def environment(device="amd", devices=2, gib=4.0):
-    """Variables with which a process has the simulated device."""
+    """Variables with which a process has the simulated device: a vendor with a number of devices and the GiB of each,
+    or whatever else `simulated_cards` reads."""
+    description = device if "," in device or machine_file(device) else f"{device},{devices},{gib}"
     paths = [str(STARTUP), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return {
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
-        "BLOOMERY_SIMULATED": f"{device},{devices},{gib}",
+        "BLOOMERY_SIMULATED": description,
     }
 
 
-def build(vendor="amd"):
-    """The library, compiled once per source and torch. Without importing torch."""
-    flags = ["-DSIM_XPU"] if vendor == "intel" else []
-    base = Path(importlib.util.find_spec("torch").origin).parent
-    version = (base / "version.py").read_bytes()
+def torch_folder():
+    return Path(importlib.util.find_spec("torch").origin).parent
+
+
+def why_not():
+    """Why there can be no simulated device here; "" where there can."""
+    version = (torch_folder() / "version.py").read_text()
+    if re.search(r"^(cuda|hip|xpu)\b[^=]*= *['\"]", version, re.MULTILINE):
+        return "this PyTorch is built for GPUs; the simulated one needs a build for CPUs"
+    if shutil.which("g++") is None:
+        return "no g++"
+    if not (torch_folder() / "include/ATen/ATen.h").is_file():
+        return "this PyTorch has no headers"
+    return ""
+
+
+def flags_of(vendor):
+    return ["-DSIM_XPU"] if vendor == "intel" else []
+
+
+def place(vendor="amd"):
+    """Where the library is, once it is compiled: one per source and torch."""
+    version = (torch_folder() / "version.py").read_bytes()
     sources = b"".join(path.read_bytes() for path in [SOURCE, *sorted(LIBRARY.glob("*.h"))])
-    key = hashlib.sha256(sources + version + repr(flags).encode()).hexdigest()[:16]
-    out = CACHE / f"simulated-device-{key}.so"
+    key = hashlib.sha256(sources + version + repr(flags_of(vendor)).encode()).hexdigest()[:16]
+    return CACHE / f"simulated-device-{key}.so"
+
+
+def build(vendor="amd"):
+    """The library, compiled if it is not there. Without importing torch."""
+    out = place(vendor)
     if not out.is_file():
         CACHE.mkdir(parents=True, exist_ok=True)
+        print("compiling the simulated device, half a minute, once", file=sys.stderr, flush=True)
+        base = torch_folder()
         include = base / "include"
         partial = out.with_suffix(f".{os.getpid()}.tmp")
         command = [
@@ -62,7 +93,7 @@ def build(vendor="amd"):
             "-std=c++20",
             "-Wall",
             "-Wextra",
-            *flags,
+            *flags_of(vendor),
             "-isystem",  # no warnings of PyTorch's own
             str(include),
             "-isystem",
@@ -88,7 +119,7 @@ class _WithTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         place = sys.meta_path.index(self)
         sys.meta_path.remove(self)
         try:
-            library = build(os.environ["BLOOMERY_SIMULATED"].partition(",")[0])
+            library = build(vendor_of(described()))
             spec = importlib.util.find_spec("torch")
         finally:
             sys.meta_path.insert(place, self)
@@ -111,7 +142,7 @@ def install_with_torch():
 def load(library):
     global _lib
     # By their paths first: the same library serves every environment with this version of torch.
-    folder = Path(importlib.util.find_spec("torch").origin).parent / "lib"
+    folder = torch_folder() / "lib"
     for name in TORCH_LIBRARIES:
         ctypes.CDLL(str(folder / f"lib{name}.so"), mode=ctypes.RTLD_GLOBAL)
     _lib = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
@@ -257,11 +288,9 @@ def patch():
     """Give torch.cuda or torch.xpu the functions that a build for it would have brought."""
     import torch
 
-    vendor, devices, gib = os.environ["BLOOMERY_SIMULATED"].split(",")
-    devices, gib = int(devices), float(gib)
+    gpus = cards(described())
+    devices, vendor = len(gpus), gpus[0].vendor
     hip = "7.2.53211" if vendor == "amd" else None
-    arch = "gfx942:sramecc+:xnack-"
-    name = "AMD Instinct MI300X" if hip else "NVIDIA H100 80GB HBM3"
     C, cuda = torch._C, torch.xpu if vendor == "intel" else torch.cuda
     type_name = "xpu" if vendor == "intel" else "cuda"
     _lib.sim_report.restype = ctypes.c_char_p
@@ -276,8 +305,9 @@ def patch():
     problem_is_error(True)
     _lib.sim_set_problem_file(os.environ.get("BLOOMERY_SIMULATED_REPORTS", "").encode())
     _lib.sim_set_devices(devices)
-    for device in range(devices):
-        capacity(gib, device)
+    for device, gpu in enumerate(gpus):
+        _lib.sim_set_capacity(device, ctypes.c_uint64(gpu.num_bytes))
+    _lib.sim_set_fused_attention(int(gpus[0].has_fused_attention))
     kind = 12 if vendor == "intel" else 1  # c10::DeviceType
 
     if vendor == "intel":
@@ -376,7 +406,7 @@ def patch():
             _lib.sim_set_stream(device_index, stream_id),
         ),
         "canDeviceAccessPeer": lambda a, b: True,
-        "getArchFlags": lambda: arch.split(":")[0] if hip else "sm_90",
+        "getArchFlags": lambda: " ".join({gpu.arch for gpu in gpus}),
         "memorySnapshot": lambda *a: {
             "segments": [segment(d, *block) for d in range(devices) for block in blocks(d)],
             "device_traces": [[] for _ in range(devices)],
@@ -385,7 +415,9 @@ def patch():
         "record_memory_history": lambda *a, **k: None,
         "record_memory_history_legacy": lambda *a, **k: None,
         "isCurrentStreamCapturing": lambda: False,
-        "hostMemoryStats": lambda: {"allocated_bytes": {"current": stats().pinned, "peak": stats().pinned_peak}},
+        "hostMemoryStats": lambda: {
+            "allocated_bytes": {"current": stats().pinned, "peak": stats().pinned_peak}
+        },
         "hostEmptyCache": lambda: _lib.sim_empty_pinned_cache(),
         "getAllocatorBackend": lambda: "native",
         "set_sync_debug_mode": lambda mode: _lib.sim_set_sync_debug_mode(mode),
@@ -405,10 +437,10 @@ def patch():
 
     def properties_of_xpu(device):
         return SimpleNamespace(
-            name="Intel(R) Arc(TM) B580 Graphics",
+            name=gpus[device].name,
             platform_name="Intel(R) oneAPI Unified Runtime over Level-Zero",
             total_memory=int(stats(device).capacity),
-            max_compute_units=160,
+            max_compute_units=gpus[device].units,
             has_fp16=True,
             has_fp64=_has_float64,
             has_bfloat16_conversions=True,
@@ -418,14 +450,19 @@ def patch():
             uuid=f"sim-{device}",
         )
 
+    def gcn_name(
+        arch,
+    ):  # those with ECC, and with page faults that can be retried, have them in their name
+        return f"{arch}:sramecc+:xnack-" if arch in ("gfx90a", "gfx942", "gfx950") else arch
+
     def properties(device):
         return SimpleNamespace(
-            name=name,
-            major=9,
-            minor=4 if hip else 0,
+            name=gpus[device].name,
+            major=gpus[device].capability[0],
+            minor=gpus[device].capability[1],
             total_memory=int(stats(device).capacity),
-            multi_processor_count=304,
-            gcnArchName=arch if hip else "",
+            multi_processor_count=gpus[device].units,
+            gcnArchName=gcn_name(gpus[device].arch) if hip else "",
             warp_size=64 if hip else 32,
             is_integrated=0,
             uuid=f"sim-{device}",

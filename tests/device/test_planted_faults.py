@@ -36,9 +36,14 @@ def values(number: float = 0.0, count: int = COUNT) -> torch.Tensor:
 
 
 def child(code: str) -> subprocess.CompletedProcess[str]:
+    """A process that makes a mistake, which is not reported as one of this test."""
     limited = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); import torch, ctypes, os\n"
     return subprocess.run(
-        [sys.executable, "-c", limited + code], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", limited + code],
+        env=os.environ | {"BLOOMERY_SIMULATED_REPORTS": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
 
 

@@ -16,5 +16,6 @@ def _loaded(name):
 
 
 if os.environ.get("BLOOMERY_SIMULATED"):
+    _loaded("simulated_cards")
     _loaded("simulated").install_with_torch()
     _loaded("detected").install_with_detect()
