@@ -200,6 +200,11 @@ def faulty(operator, factor):
     _lib.sim_faulty(operator.encode(), ctypes.c_double(factor))
 
 
+def empty_pinned_cache():
+    """Give back the pinned blocks that the allocator keeps for the next request."""
+    _lib.sim_empty_pinned_cache()
+
+
 def capacity(gib, device=0):
     _lib.sim_set_capacity(device, ctypes.c_uint64(int(gib * 2**30)))
 

@@ -34,6 +34,9 @@ INT8_SMALLEST = 4096
 # Values of the matrices that Muon orthogonalizes at once: enough to fill a GPU. Scratch: 100 MiB at most in bfloat16.
 MUON_STACK = 2**24
 
+# The smallest block of pinned host memory of a buffer for many tensors.
+SMALLEST_PINNED_BLOCK = 2**20
+
 # Weights that share a scale (arXiv:2305.14314, section 3; the default of bitsandbytes).
 WEIGHTS_BLOCK = 64
 # Scales that share a scale of their own under double quantization (the same section).
@@ -47,6 +50,36 @@ DEQUANTIZE_SCRATCH_BYTES = 6
 
 # Implementations of dequantization; the first two are native.
 Dequantizer = Literal["torch", "compiled", "bitsandbytes"]
+
+
+def pinned_bytes(num_bytes: int) -> int:
+    """What PyTorch pins for a request: the next power of two (ATen/core/CachingHostAllocator.h, `allocate`)."""
+    return 1 << max(0, num_bytes - 1).bit_length()
+
+
+def pinned_blocks(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
+    """Blocks of powers of two that hold tensors of these bytes, and for each tensor its block and its first byte there.
+
+    One request for all would be rounded up to nearly twice as much, so the largest power of two that the rest fills is
+    taken first, and so on. Large tensors come first, and small ones go where they leave room. A tensor that is larger
+    than that power of two has a block of its own, rounded up.
+    """
+    blocks = list[int]()
+    used = list[int]()
+    places = [(0, 0)] * len(sizes)
+    rest = sum(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        size = sizes[index]
+        block = next((i for i, bytes_ in enumerate(blocks) if used[i] + size <= bytes_), None)
+        if block is None:
+            block = len(blocks)
+            filled = 1 << max(0, rest.bit_length() - 1)
+            blocks.append(max(SMALLEST_PINNED_BLOCK, filled, pinned_bytes(size)))
+            used.append(0)
+        places[index] = (block, used[block])
+        used[block] += size
+        rest -= size
+    return blocks, places
 
 
 def storage_bytes(shape: Sequence[int], kind: str, double_quant: bool) -> int:

@@ -1,7 +1,7 @@
 """The rows of a checkpoint on their way from the ranks that hold them to the owners of the tensors."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from typing import NamedTuple, final
 
 import torch
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bloomery.core.device import can, synchronize
+from bloomery.facts.limits import pinned_blocks
 from bloomery.model.io.parameters import local
 from bloomery.parallel.ownership import OwnedTensor
 
@@ -21,29 +22,40 @@ CONNECT_TAG = 2**30  # above those of all pieces
 class HostBuffer:
     """Host memory for the rows that a rank hands in: kept from save to save, and pinned for a GPU.
 
-    Fresh memory would cost a page fault every 4 KiB while training waits.
+    Fresh memory would cost a page fault every 4 KiB while training waits. Pinned memory is asked for in blocks that
+    PyTorch does not round up.
     """
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
         self._is_pinned = can(device_type, "streams")
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._blocks = list[Tensor]()
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
         """The bytes of each tensor, flat, in this buffer until the next copy. Raises as an allocation does."""
-        sizes = {key: -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for key, tensor in tensors.items()}
-        num_bytes = sum(sizes.values())
-        if num_bytes > len(self._memory):
-            self._memory = torch.empty(0, dtype=torch.uint8)  # freed before there is another
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
+        sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors.values()]
+        if self._is_pinned:
+            block_sizes, places = pinned_blocks(sizes)
+        else:
+            block_sizes = [sum(sizes)]
+            starts = accumulate(sizes, initial=0)
+            places = [(0, start) for start, _ in zip(starts, sizes, strict=False)]
+        fits = len(self._blocks) >= len(block_sizes) and all(
+            len(block) >= size for block, size in zip(self._blocks, block_sizes, strict=False)
+        )
+        if not fits:
+            self._blocks.clear()  # freed before there are others
+            self._blocks += [
+                torch.empty(size, dtype=torch.uint8, pin_memory=self._is_pinned)
+                for size in block_sizes
+            ]
+
         copies = {}
-        start = 0
-        for key, tensor in tensors.items():
-            copy = self._memory[start : start + tensor.nbytes]
+        for (key, tensor), (block, start) in zip(tensors.items(), places, strict=True):
+            copy = self._blocks[block][start : start + tensor.nbytes]
             copy.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=self._is_pinned)
             copies[key] = copy
-            start += sizes[key]
         synchronize(self._device_type)
         return copies
 

@@ -1,6 +1,9 @@
 """How often a run saves, what a checkpoint takes, and what a kill between two of them loses."""
 
+import math
+
 from bloomery.core import Choice
+from bloomery.core.device import can
 from bloomery.core.units import counted, format_bytes, format_seconds
 from bloomery.plan import lengths
 from bloomery.plan.choices import ASKED
@@ -90,13 +93,28 @@ def checkpoint_bytes(plan: RunPlan, model: TrainedModel | None = None) -> float:
 def planned_save(plan: RunPlan, model: TrainedModel | None = None) -> SaveEstimate:
     """Time and host memory of one checkpoint. `model`: that of the plan, if it is at hand."""
     model = model or TrainedModel.of(plan, plan.model.config)
+    # One rank alone copies to memory that is not pinned.
+    pins = plan.train.ranks > 1 and can(plan.train.device, "streams")
     return estimate_save(
         checkpoint_bytes(plan, model),
         model.largest_bytes(plan.train.precision),
         ranks=plan.train.ranks,
         hosts=plan.parallel.nodes if plan.parallel else 1,
         copies=plan.checkpoint.async_save,
+        pinned_sizes=_pinned_sizes(plan, model) if pins else (),
     )
+
+
+def _pinned_sizes(plan: RunPlan, model: TrainedModel) -> list[int]:
+    """Bytes of the tensors that a rank hands in: its part of each weight, and of two states of each."""
+    kind, precision = plan.optimizer.kind, plan.train.precision
+    state_bytes = model.optimizer_bytes(kind, precision) / max(1, model.trainable_count)
+    weight_bytes = model.trainable_bytes(precision) / max(1, model.trainable_count)
+    sizes = list[int]()
+    for shape in (*model.trained.values(), *model.adapter.values()):
+        values = math.prod(shape) / plan.train.ranks
+        sizes += [math.ceil(values * bytes_) for bytes_ in (weight_bytes, *[state_bytes / 2] * 2)]
+    return sizes
 
 
 def kill_cost(plan: RunPlan) -> KillCost:

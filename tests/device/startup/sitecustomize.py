@@ -7,9 +7,7 @@ from pathlib import Path
 
 
 def _loaded(name):
-    spec = importlib.util.spec_from_file_location(
-        name, Path(__file__).parent.parent / f"{name}.py"
-    )
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent.parent / f"{name}.py")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
