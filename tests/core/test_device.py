@@ -69,6 +69,8 @@ def test_a_cpu_answers_every_call():
     assert door.free_and_total_bytes("cpu") is None
     assert door.memory_blocks("cpu") is None
     assert not door.multiplies_bfloat16("cpu")
+    assert door.computes_float64("cpu")
+    assert door.copies_directly("cpu", 0, 0) is None
     assert door.collective_backends("cpu") == "gloo"
     assert door.profiled_activities("cpu") == [torch.profiler.ProfilerActivity.CPU]
     door.select_device("cpu", 0)
@@ -149,6 +151,16 @@ def test_a_kind_is_one_that_torch_knows(kind):
 def test_a_kind_from_outside_of_torch_has_what_the_accelerator_api_asks_of_any():
     assert door.can("privateuseone:0", "streams")
     assert not door.can("privateuseone", "triton")
+
+
+def test_float64_is_asked_of_the_kind_then_of_the_device(monkeypatch):
+    has_float64 = {"xpu:0": True, "xpu:1": False}  # a B580 beside an A770
+    module = SimpleNamespace(
+        get_device_properties=lambda device: SimpleNamespace(has_fp64=has_float64[device])
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    assert (door.computes_float64("xpu:0"), door.computes_float64("xpu:1")) == (True, False)
+    assert not door.computes_float64("mps")
 
 
 def test_backends_of_collectives_are_those_of_torch():

@@ -35,6 +35,7 @@ _lib = None
 _waits = Counter()
 _has_float64 = True
 _places = {}  # their text, which the library reads after the call
+_xpu_library = None  # of operators; they go with it
 
 
 def environment(device="amd", devices=2, gib=4.0):
@@ -523,4 +524,28 @@ def patch():
     for module in (cuda, cuda.streams):
         module.Stream, module.Event = Stream, Event
 
+    if vendor == "intel":
+        _compute_attention_of_xpu(torch)
+
     C._cuda_getDefaultGenerator = None
+
+
+def _compute_attention_of_xpu(torch):
+    """scaled_dot_product_attention on xpu by its formula.
+
+    PyTorch looks for the kernel in a table that has no row for xpu in a build for CPUs.
+    """
+
+    def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **how):
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            shut = torch.full((), float("-inf"), dtype=query.dtype, device=query.device)
+            attn_mask = torch.where(attn_mask, torch.zeros_like(shut), shut)
+        by_formula = torch.ops.aten._scaled_dot_product_attention_math.default
+        return by_formula(query, key, value, attn_mask, dropout_p, is_causal, **how)[0]
+
+    from torch import library
+
+    global _xpu_library
+    _xpu_library = library.Library("aten", "IMPL")
+    for key in ("XPU", "AutogradXPU"):
+        _xpu_library.impl("scaled_dot_product_attention", attention, key)
