@@ -141,7 +141,7 @@ def choose_micro_batching(
 
     `measure`: the peak of the whole run, of which a step is one moment. `seconds`: of a whole step, None where the
     device's speed is unknown; then the largest micro-batch is taken. Of those within SAME_TIME it is the largest one
-    whose memory surely fits, else the largest. `any_divisor`: not powers of two alone, for a device's
+    whose memory surely fits, else the fastest. `any_divisor`: not powers of two alone, for a device's
     share of a step. When nothing fits, the smallest is planned, and the plan does not fit. Raises UserError for a size
     that does not divide the step.
     """
@@ -184,14 +184,17 @@ def choose_micro_batching(
     known_seconds = [value for value in step_seconds if value is not None]
     slower = 0.0
     if len(known_seconds) == len(candidates) and not step.mode.fused_backward:
-        most_seconds = SAME_TIME * min(known_seconds)
-        fastest = [index for index, value in enumerate(known_seconds) if value <= most_seconds]
+        fewest_seconds = min(known_seconds)
         # What the estimate leaves out favors larger ones (small matmuls are less efficient), unless they may run out
         # of memory.
-        peaks = {index: measure(candidates[index][0]) for index in fastest}
-        chosen = next(
-            (index for index in fastest if peaks[index].high <= peaks[index].limit), fastest[0]
-        )
+        chosen = known_seconds.index(fewest_seconds)
+        for index, (candidate, _) in enumerate(candidates):
+            if known_seconds[index] > SAME_TIME * fewest_seconds:
+                continue
+            peak = measure(candidate)
+            if peak.high <= peak.limit:
+                chosen = index
+                break
         planned_step, chunk = candidates[chosen]
         slower = known_seconds[0] / known_seconds[chosen] - 1
 
