@@ -4,7 +4,12 @@ Intel's is reached as torch.xpu, the others as torch.cuda: `run.py --device inte
 """
 
 import os
+import sys
 from pathlib import Path
+
+# Helpers of the tests of plans and simulations, and of the benchmarks, are used here too.
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / place) for place in ("tests/simulate", "tests/plan", "benchmarks")]
 
 described = os.environ.get("BLOOMERY_SIMULATED", "")
 vendor = described.partition(",")[0].partition(":")[0]
