@@ -6,7 +6,7 @@ the CPU names it, or is marked `cpu_only("reason")`.
 
 import os
 
-_vendor = os.environ.get("BLOOMERY_SIMULATED", "").partition(",")[0]
+_vendor = os.environ.get("BLOOMERY_SIMULATED", "").partition(",")[0].partition(":")[0]
 SIMULATED = bool(_vendor)
 DEVICE = {"": "cpu", "intel": "xpu"}.get(_vendor, "cuda")
 # What plans of tests may use of it, in bytes: a part of what the simulated device has; a CPU has no limit of its own.

@@ -20,7 +20,7 @@ model: {hidden_size: 64, intermediate_size: 128, num_layers: 2, num_heads: 2, nu
 tokenizer: {train: {kind: bpe, vocab_size: 300}}
 data: {path: text, glob: "*.py", sequence_length: 64, validation: 10%}
 sample: {prompts: ["def "]}
-train: {max_steps: 4, batch_size: 16, micro_batch_size: 4, precision: float32}
+train: {max_steps: 4, batch_size: 16, micro_batch_size: 4, precision: float32, attention: blockwise}
 optimizer: {kind: adamw, learning_rate: 1e-3, warmup: 1 steps}
 eval: {every: 2 steps}
 checkpoint: {every: 2 steps}
@@ -28,7 +28,7 @@ checkpoint: {every: 2 steps}
 Bloomery = Callable[..., str]
 
 
-@pytest.fixture(params=["amd", pytest.param("nvidia", marks=pytest.mark.soak)])
+@pytest.fixture(params=["amd", "nvidia"])
 def bloomery(request: pytest.FixtureRequest, tmp_path: Path) -> Bloomery:
     """Runs a command in a folder with a recipe; its output."""
     prepared_corpus(tmp_path)
@@ -50,6 +50,7 @@ def bloomery(request: pytest.FixtureRequest, tmp_path: Path) -> Bloomery:
     return run
 
 
+@pytest.mark.soak  # seven processes, a minute
 def test_a_model_is_trained_resumed_evaluated_and_used(bloomery: Bloomery, tmp_path: Path) -> None:
     bloomery("train", "tiny.yaml", "-d", "cuda", "--run-dir", "run")
     bloomery("resume", "run", "train.max_steps=6")

@@ -87,6 +87,18 @@ def test_the_installed_triton_decides(gpu, version, backend, words):
     assert words in reason
 
 
+@pytest.mark.parametrize(("version", "backend"), [("3.7.1", "flex"), (None, "blockwise")])
+def test_flex_attention_needs_triton(version, backend):
+    plan = planned(
+        load_recipe("qwen2.5-1.5b-lora", ["train.precision=float32"]), with_triton("T4", version)
+    )
+    assert plan.model.attention == backend
+    reason = next(choice.reason for choice in plan.choices if choice.key == "train.attention")
+    assert ("FlexAttention is compiled by Triton, which is not installed" in reason) == (
+        version is None
+    )
+
+
 @pytest.mark.parametrize(
     ("heads", "words"),
     [(24, "heads of 32"), (2, "at most 256 numbers, not 384"), (32, "no multiple of 16")],

@@ -251,6 +251,8 @@ def _absent_attention(profile: Profile, precision: str) -> dict[str, str]:
     """Backends without a kernel for the GPU in this precision, with the reason."""
     arch = profile.arch
     absent = {} if arch is None else arch.absent_attention()
+    if profile.triton is None:
+        absent.setdefault("flex", "FlexAttention is compiled by Triton, which is not installed")
     if profile.triton_compiles.value != "yes":
         absent["triton"] = profile.triton_compiles.reason
     elif arch is not None and precision.startswith("bfloat16") and arch.bf16 == "none":

@@ -10,6 +10,7 @@
 #pragma once
 #include "common.h"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <list>
@@ -178,11 +179,22 @@ class Uses {
     }
     uses_.push_back(std::move(use));
   }
+  // The uses of memory that this block takes over. What comes after a use that covers another one comes after both: the
+  // other is left out, or a block that is freed and taken again all the time would collect them without end.
   void inherit(const Uses& freed, size_t begin, size_t end) {
-    for (const Use& other : freed.uses_) {
-      if (other.begin >= end || begin >= other.end || other.moment.is_over(host_clock)) continue;
-      uses_.push_back(other);
-      uses_.back().was_freed = true;
+    auto covers = [](const Use& late, const Use& early) {
+      return late.was_freed && early.was_freed && late.moment.stream == early.moment.stream &&
+             late.moment.count >= early.moment.count && late.begin <= early.begin && early.end <= late.end &&
+             (late.writes || !early.writes);
+    };
+    for (Use use : freed.uses_) {
+      if (use.begin >= end || begin >= use.end || use.moment.is_over(host_clock)) continue;
+      use.begin = std::max(use.begin, begin);
+      use.end = std::min(use.end, end);
+      use.was_freed = true;
+      if (std::any_of(uses_.begin(), uses_.end(), [&](const Use& other) { return covers(other, use); })) continue;
+      std::erase_if(uses_, [&](const Use& other) { return covers(use, other); });
+      uses_.push_back(std::move(use));
     }
   }
   void forget(const Clock& clock) {  // all later work comes after these
