@@ -3,7 +3,7 @@ PYTHON ?= python3
 JOBS ?= 3   # on two cores: the third works while the others wait for a child
 PY := .venv/bin/python
 
-.PHONY: setup demo quick test check pages plan-pages docs triton soak bench clean clean-venv
+.PHONY: setup demo quick test device check pages plan-pages docs triton soak bench clean clean-venv
 
 setup:
 	@$(PYTHON) scripts/setup.py
@@ -28,6 +28,14 @@ quick:
 test:
 	@$(PYTHON) scripts/setup.py test
 	@$(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	@$(PY) tests/device/run.py -n $(JOBS) --dist loadfile --no-loadscope-reorder $(DEVICE_TESTS)
+
+# Tests on a GPU that is not there (docs/contributing/simulated-gpu.md): a process has it from its start, so that they are
+# a command of their own. `make device DEVICE_TESTS="tests/train/test_loop.py -x"` runs others on it.
+DEVICE_TESTS := tests/device
+device:
+	@$(PYTHON) scripts/setup.py test
+	@$(PY) tests/device/run.py $(DEVICE_TESTS)
 
 check:
 	@$(PYTHON) scripts/setup.py check

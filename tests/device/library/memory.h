@@ -306,7 +306,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
     a.peak = a.allocated;
     a.reserved_peak = a.reserved;
   }
-  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex d) override {
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex d) {  // virtual since torch 2.10
     Locked locked;
     Arena& a = arena(d);
     return {a.capacity > a.reserved ? a.capacity - a.reserved : 0, a.capacity};

@@ -57,7 +57,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     current_stream[d] = s.id();
     return before;
   }
-  void* getStreamNativeHandle(const c10::Stream s) const override { return reinterpret_cast<void*>(s.id()); }
+  // virtual since torch 2.10
+  void* getStreamNativeHandle(const c10::Stream s) const { return reinterpret_cast<void*>(s.id()); }
   // What is over by the host's waits alone. A first question is answered with "not yet" otherwise, as a GPU may do; the
   // second with "yes", so that whoever asks until then goes on.
   bool queryStream(const c10::Stream& s) const override {
