@@ -138,4 +138,4 @@ def test_refusals_state_the_reason() -> None:
 )
 def test_a_backend_says_why_it_needs_something_of_a_device(incomplete_facts) -> None:
     with pytest.raises(AssertionError, match="says why in `needs_reason`"):
-        BackendSupport(**incomplete_facts)
+        BackendSupport(operators=(), **incomplete_facts)

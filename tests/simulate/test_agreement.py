@@ -150,6 +150,13 @@ def test_shapes_and_fake_tensors_agree_on_shards(case):
     assert counted(plan, split=split) == pytest.approx(simulated(plan, split=split), rel=0.08)
 
 
+@pytest.mark.soak
+def test_they_agree_where_selective_checkpointing_keeps_every_score():
+    settings = ["attention=math", "activation_checkpointing=selective", "compile=false"]
+    changes = [f"train.{setting}" for setting in (*settings, "micro_batch_size=4")]
+    agree_on("go-coder-125m", "MI300X", *changes)
+
+
 OTHERS = {
     "sdpa, every score kept": {"attention": "sdpa", "dropout": 0.1},
     "mask": {"attention": "mask", "precision": "bfloat16"},

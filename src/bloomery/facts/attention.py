@@ -14,9 +14,26 @@ SHORT_SEQUENCE = 512
 FLASH_LIKE = frozenset({"sdpa", "varlen", "flex"})
 
 
+# Those that scaled_dot_product_attention chooses from, for a CPU, for CUDA and ROCm, for XPU and others, and for MPS.
+SDPA_OPERATORS = (
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_fused_attention_overrideable",
+    "aten::_scaled_dot_product_attention_math_for_mps",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class BackendSupport:
-    """The features of a backend; text is the reason that one is missing."""
+    """The features of a backend; text is the reason that one is missing.
+
+    `operators`: the kernels that compute attention as a whole, by the names that PyTorch's dispatcher has for them.
+    Selective checkpointing keeps their results. Empty: it is made of products, which are kept, too, every score.
+    """
+
+    operators: tuple[str, ...]
 
     # What its kernels need of the kind of device, and the reason without it: both or neither.
     needs: Capability | None = None
@@ -42,16 +59,26 @@ class BackendSupport:
 BACKENDS = OpenTable(
     {
         "sdpa": BackendSupport(
+            operators=SDPA_OPERATORS,
             packed="a causal flag cannot mask documents",
             softcap="scaled_dot_product_attention has no soft-cap",
         ),
-        "mask": BackendSupport(softcap="scaled_dot_product_attention has no soft-cap"),
+        "mask": BackendSupport(
+            operators=SDPA_OPERATORS,
+            softcap="scaled_dot_product_attention has no soft-cap",
+        ),
         "per_document": BackendSupport(
+            operators=("bloomery::per_document",),
             needs="cpu",
             needs_reason="one call per document uses a kernel that only the CPU has",
         ),
-        "compiled": BackendSupport(needs="cpu", needs_reason="its code is compiled for the CPU"),
+        "compiled": BackendSupport(
+            operators=("bloomery::compiled",),
+            needs="cpu",
+            needs_reason="its code is compiled for the CPU",
+        ),
         "varlen": BackendSupport(
+            operators=("torch_attn::_varlen_attn",),
             needs="varlen",
             needs_reason="varlen_attn has no kernel for the CPU",
             # A scale, windows and shared heads came one by one in 2.10, 2.11 and 2.12.
@@ -62,13 +89,19 @@ BACKENDS = OpenTable(
             dropout="varlen_attn has no dropout",
         ),
         "flex": BackendSupport(
+            # As it is written, and as one piece of code that torch has compiled (`model.attention.attend`).
+            operators=("flex_attention", "inductor_compiled_code"),
             needs="flex",
             needs_reason="FlexAttention has no backward on the CPU",
             dropout="FlexAttention has no dropout",
         ),
-        "triton": BackendSupport(needs="triton", needs_reason="Triton compiles for GPUs"),
-        "blockwise": BackendSupport(),
-        "math": BackendSupport(),
+        "triton": BackendSupport(
+            operators=("bloomery::triton",),
+            needs="triton",
+            needs_reason="Triton compiles for GPUs",
+        ),
+        "blockwise": BackendSupport(operators=("bloomery::blockwise",)),
+        "math": BackendSupport(operators=()),
     }
 )
 

@@ -6,29 +6,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
 
+from bloomery.facts.attention import BACKENDS
 from bloomery.model.decoder import Decoder
 from bloomery.parallel.offload import offload_activations
 from bloomery.plan.types import TrainPlan
 
 _Forward = Callable[..., Tensor]
-_aten = torch.ops.aten
-# Selective checkpointing saves the results of matmuls and of attention, which cost more to compute again than to hold;
-# everything between them (norms, activations, dropout) is cheap.
-_SAVED_OPERATIONS = (
-    _aten.mm.default,
-    _aten.addmm.default,
-    _aten.bmm.default,
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
-)
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
 
 
 def apply(model: Decoder, plan: TrainPlan) -> None:
@@ -74,8 +65,12 @@ def selective_contexts() -> Any:
 def _selective_policy(
     _context: object, operation: object, *_args: object, **_kwargs: object
 ) -> CheckpointPolicy:
-    # The namespace holds our own attention kernels.
+    # Selective checkpointing saves the results of matmuls and of attention, which cost more to compute again than to
+    # hold; everything between them (norms, activations, dropout) is cheap. Our namespace has attention, too, and
+    # products with quantized weights. Plug-ins add backends: the table is read each time.
     is_ours = getattr(operation, "namespace", "") == "bloomery"
-    if operation in _SAVED_OPERATIONS or is_ours:
+    name = operation.name() if isinstance(operation, OpOverload | HigherOrderOperator) else ""
+    is_attention = any(name in facts.operators for facts in BACKENDS.values())
+    if name in PRODUCTS or is_attention or is_ours:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

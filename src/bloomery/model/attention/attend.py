@@ -75,9 +75,14 @@ def _listed(blocks_BNN: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _compiled_flex() -> Callable[..., Tensor]:
+    from torch._inductor import config
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False)
+    # As one operator of the dispatcher, whose result selective checkpointing can keep: else compiled code calls its
+    # kernels past the dispatcher. PyTorch before 2.10 has no such setting, and attention is computed again.
+    name = "wrap_inductor_compiled_regions"
+    options = {name: True} if hasattr(config, name) else None
+    return torch.compile(flex_attention, dynamic=False, options=options)
 
 
 def document_offsets(first_BT: Tensor) -> Tensor:

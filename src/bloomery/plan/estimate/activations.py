@@ -7,6 +7,7 @@ gradient of weights reads is kept where the weight is trainable or has an adapte
 import math
 from collections.abc import Sequence
 
+from bloomery.facts.attention import BACKENDS
 from bloomery.facts.limits import (
     ATTENTION_BLOCK,
     CPU_SCORES,
@@ -43,8 +44,12 @@ def kept_by_layer(step: StepShape) -> list[float]:
     tokens = step.tokens_per_micro_batch
     input_bytes = float(tokens * step.config.hidden_size * step.residual_bytes)
     if mode == "selective":
-        products = step.model.by_layer(lambda layer: _product_bytes_per_token(step, layer))
-        return [input_bytes + tokens * product_bytes for product_bytes in products]
+        products = step.model.by_layer(lambda layer: tokens * _product_bytes_per_token(step, layer))
+        scores = step.model.by_layer(lambda layer: _product_bytes_of_scores(step, layer))
+        return [
+            input_bytes + product_bytes + score_bytes
+            for product_bytes, score_bytes in zip(products, scores, strict=True)
+        ]
     interval = checkpointing_interval(mode)
     return [
         kept_bytes if number % interval else input_bytes
@@ -113,6 +118,14 @@ def _product_bytes_per_token(step: StepShape, layer: TrainedLayer) -> float:
     if step.context > 1:  # results of the exchanges, before and after attention
         widths += 2 * facts.query_width + 2 * facts.key_width
     return step.element_bytes * widths + 4 * facts.num_heads
+
+
+def _product_bytes_of_scores(step: StepShape, layer: TrainedLayer) -> float:
+    """Of attention that is no operator of its own: the product of queries and keys."""
+    if not keeps_scores(step):
+        return 0.0
+    is_cpu_fallback = bool(BACKENDS[step.attention].operators)  # PyTorch's, in float32
+    return float((4 if is_cpu_fallback else step.element_bytes) * _scores(step, layer))
 
 
 def _norm_bytes(step: StepShape) -> float:
@@ -324,7 +337,7 @@ def keeps_scores(step: StepShape) -> bool:
     cpu_fallback = (
         not step.on_gpu and step.config.attention_dropout > 0 and step.attention in ("sdpa", "mask")
     )
-    return step.attention == "math" or cpu_fallback
+    return not BACKENDS[step.attention].operators or cpu_fallback
 
 
 def score_matrix_bytes(step: StepShape, layer: TrainedLayer) -> float:
