@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bloomery.bench.gpu_check import kernels, supervise
+from bloomery.bench.gpu_check import kernels, speed, supervise
 from bloomery.bench.gpu_check.child import PartJob
 from bloomery.bench.gpu_check.parts import PARTS, chosen_parts, limits
 from bloomery.bench.gpu_check.results import (
@@ -32,6 +32,10 @@ from bloomery.bench.gpu_check.results import (
 from bloomery.bench.gpu_check.supervise import Check, run_check
 from bloomery.cli import doctor
 from bloomery.core.errors import UserError
+from bloomery.core.units import GIB
+from bloomery.hardware.detect import detect
+from bloomery.hardware.profile import with_gpu
+from bloomery.hardware.specs import find_gpu
 from bloomery.model.attention import tiles
 from bloomery.model.attention.tiles import KERNELS, tile_candidates, tile_shape
 
@@ -330,6 +334,22 @@ def test_a_device_without_streams_or_counts_is_skipped_with_the_reason(tmp_path)
     for part in (streams.races, streams.waits, endurance.memory_as_planned):
         (row,) = part(job)
         assert row.outcome == "skipped" and "cpu" in row.message
+
+
+def test_a_slow_card_takes_shorter_sequences_and_a_small_one_skips(tmp_path, monkeypatch):
+    """By the plan: fourteen micro-batches must fit into the limit of the part."""
+    lengths = {}
+    for gpu in ("RTX 4090", "RX 6700 XT"):
+        machine = with_gpu(detect(), find_gpu(gpu))
+        monkeypatch.setattr(speed, "machine_of", lambda _device, machine=machine: machine)
+        job = PartJob(tiny=False, folder=tmp_path, device="cuda", seconds=90.0, begin=silent)
+        plan = speed.capped_plan("qlora", job)
+        lengths[gpu] = plan.data.sequence_length
+        assert speed.planned_seconds(plan) <= 90.0
+        assert plan.memory.limit <= 7.5 * GIB
+    assert lengths == {"RTX 4090": 2048, "RX 6700 XT": 512}
+    (row,) = speed.full(job)
+    assert row.outcome == "skipped" and "the card has 12.0" in row.message
 
 
 # The page, and the door for a clone

@@ -315,6 +315,10 @@ def patch():
         _lib.sim_set_capacity(device, ctypes.c_uint64(gpu.num_bytes))
     _lib.sim_set_fused_attention(int(gpus[0].has_fused_attention))
     kind = 12 if vendor == "intel" else 1  # c10::DeviceType
+    # Of a whole process and its children: operator,factor.
+    if fault := os.environ.get("BLOOMERY_SIMULATED_FAULT"):
+        operator, factor = fault.split(",")
+        faulty(operator, float(factor))
 
     if vendor == "intel":
         C._has_xpu = True

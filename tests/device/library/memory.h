@@ -12,7 +12,10 @@
 
 #include <ATen/core/CachingHostAllocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/impl/GPUTrace.h>
 #include <sys/mman.h>
+
+#include <functional>
 
 namespace sim {
 constexpr size_t kAddresses = 1ull << 39;  // of a device: more than any has bytes
@@ -178,8 +181,19 @@ struct Forks {
 };
 inline Forks forks;
 
+// What PyTorch's sanitizer of races listens to. It takes Python's lock: nobody calls it inside of ours.
+struct Trace {
+  std::function<void(const c10::impl::PyInterpreterVTable&)> tell;
+  ~Trace() {
+    const c10::impl::PyInterpreter* listener = c10::impl::GPUTrace::get_trace();
+    if (listener && tell && !is_forked) tell(*listener->vtable_);
+  }
+};
+inline uintptr_t number_of_address(const void* p) { return reinterpret_cast<uintptr_t>(p); }
+
 // ---- the allocator of the devices -----------------------------------------------------------------------------------
 inline void release(void* p) {
+  Trace trace{[p](auto& listener) { listener.trace_gpu_memory_deallocation(kType, number_of_address(p)); }};
   Locked locked;
   int d = device_of(p);
   if (d < 0) return;
@@ -205,6 +219,7 @@ inline void release(void* p) {
 
 struct DeviceMemory final : c10::DeviceAllocator {
   at::DataPtr allocate(size_t wanted) override {
+    Trace trace;
     Locked locked;
     check_process();
     int d = current_device;
@@ -248,6 +263,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
     a.peak = std::max(a.peak, a.allocated);
     a.reserved_peak = std::max(a.reserved_peak, a.reserved);
     char* p = a.named + offset;
+    trace.tell = [p](auto& listener) { listener.trace_gpu_memory_allocation(kType, number_of_address(p)); };
     return {p, p, &release, device};
   }
   [[noreturn]] static void raise_out_of_memory(Arena& a, int d, size_t size) {

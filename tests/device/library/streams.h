@@ -44,10 +44,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getStream(c10::Device d) const override { return stream(number_of(d), current_stream[number_of(d)]); }
   c10::Stream getDefaultStream(c10::Device d) const override { return stream(number_of(d), 0); }
   c10::Stream getNewStream(c10::Device d, int = 0) const override {
+    Trace trace;
     Locked locked;
     check_process();
     int64_t& last = last_stream[number_of(d)];
     last = last % (kStreams - 1) + 1;
+    trace.tell = [id = last](auto& listener) { listener.trace_gpu_stream_creation(kType, static_cast<uintptr_t>(id)); };
     return stream(number_of(d), last);
   }
   c10::Stream getStreamFromGlobalPool(c10::Device d, bool = false) const override { return getNewStream(d); }
@@ -73,6 +75,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return true;
   }
   void synchronizeStream(const c10::Stream& s) const override {
+    Trace trace{[id = s.id()](auto& listener) {
+      listener.trace_gpu_stream_synchronization(kType, static_cast<uintptr_t>(id));
+    }};
     Locked locked;
     check_process();
     note_wait("Stream.synchronize");
@@ -80,6 +85,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     check_device(s.device_index());
   }
   void synchronizeDevice(const c10::DeviceIndex d) const override {
+    Trace trace{[](auto& listener) { listener.trace_gpu_device_synchronization(kType); }};
     Locked locked;
     check_process();
     note_wait("synchronize", true);
@@ -91,10 +97,15 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
 
   void record(void** event, const c10::Stream& s, const c10::DeviceIndex, const c10::EventFlag) const override {
+    bool is_new = *event == nullptr;
+    if (is_new) *event = new Event();
+    Trace trace{[is_new, address = number_of_address(*event), id = s.id()](auto& listener) {
+      if (is_new) listener.trace_gpu_event_creation(kType, address);
+      listener.trace_gpu_event_record(kType, address, static_cast<uintptr_t>(id));
+    }};
     Locked locked;
     check_process();
     check_device(s.device_index());
-    if (*event == nullptr) *event = new Event();
     auto* e = static_cast<Event*>(*event);
     int key = key_of(s.device_index(), s.id());
     join(stream_clock[key], host_clock);
@@ -104,6 +115,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     e->was_asked = false;
   }
   void block(void* event, const c10::Stream& s) const override {
+    Trace trace;
+    if (event) {
+      trace.tell = [event, id = s.id()](auto& listener) {
+        listener.trace_gpu_event_wait(kType, number_of_address(event), static_cast<uintptr_t>(id));
+      };
+    }
     Locked locked;
     check_device(s.device_index());
     if (event) join(stream_clock[key_of(s.device_index(), s.id())], static_cast<Event*>(event)->clock);
@@ -118,6 +135,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return true;
   }
   void synchronizeEvent(void* event) const override {
+    Trace trace;
+    if (event) {
+      trace.tell = [event](auto& listener) {
+        listener.trace_gpu_event_synchronization(kType, number_of_address(event));
+      };
+    }
     Locked locked;
     note_wait("Event.synchronize", true);
     if (event == nullptr) return;
@@ -128,7 +151,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     auto from = static_cast<Event*>(begin)->when, to = static_cast<Event*>(end)->when;
     return std::chrono::duration<double, std::milli>(to - from).count();
   }
-  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    if (event) Trace{[event](auto& listener) { listener.trace_gpu_event_deletion(kType, number_of_address(event)); }};
+    delete static_cast<Event*>(event);
+  }
 };
 inline Guard guard;
 

@@ -101,11 +101,11 @@ def _pipeline_row(job: PartJob) -> Row:
     except RanksFailed as error:
         return Row(case=case, outcome="failed", message=error.reason)
     losses = {int(step): loss for step, loss in answers[0]["losses"].items()}
-    error = max(
+    loss_error = max(
         abs(losses.get(step, float("inf")) - loss) / loss for step, loss in one_rank.losses.items()
     )
-    numbers = {"loss_error": error, "seconds_of_transfers": answers[0]["transfer_seconds"]}
-    if error <= LOSS_TOLERANCE[plan.train.precision]:
+    numbers = {"loss_error": loss_error, "seconds_of_transfers": answers[0]["transfer_seconds"]}
+    if loss_error <= LOSS_TOLERANCE[plan.train.precision]:
         return Row(case=case, message=answers[0]["link"], numbers=numbers)
     message = f"losses {list(losses.values())}, of one rank {list(one_rank.losses.values())}"
     return Row(case=case, outcome="wrong", message=message)

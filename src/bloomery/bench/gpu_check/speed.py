@@ -27,7 +27,11 @@ from bloomery.train.checkpoint.checkpointed_model import InitialWeights
 TARGETS = {"full": 22.0, "lora": 17.0, "qlora": 7.5}  # GiB
 RECIPES = {"full": "llama2-7b-full-24gb", "lora": "llama3.1-8b-lora", "qlora": "llama3.1-8b-lora"}
 METHOD_OVERRIDES = {"qlora": QLORA}
-SIZES = ("data.sequence_length=2048", "train.tokens_per_step=8192")
+# The first length at which a slow card takes its micro-batches within the limit of the part, by the plan.
+LENGTHS = (2048, 512)
+TOKENS_PER_STEP = 8192
+MICRO_BATCHES = 14  # of a measurement: warm-up, learning, and the timed ones
+START_SECONDS = 25.0  # of a part: importing torch, drawing the weights
 TINY_SIZES = (
     "data.sequence_length=64",
     "train.tokens_per_step=128",
@@ -59,13 +63,24 @@ def full(job: PartJob) -> Iterator[Row]:
 def capped_plan(method: str, job: PartJob) -> RunPlan:
     """The recipe on this machine as if its card had the target's memory, with random weights, and the cap as limit."""
     machine = machine_of(job.device)
-    recipe = RECIPES[method] + ("-tiny" if job.tiny else "")
-    overrides = (*(TINY_SIZES if job.tiny else SIZES), *METHOD_OVERRIDES.get(method, ()))
-    plan = planned(recipe, overrides, machine if job.tiny else capped(machine, TARGETS[method]))
-    if not is_accelerator(plan.train.device) or job.tiny:
-        return plan
+    method_overrides = METHOD_OVERRIDES.get(method, ())
+    if job.tiny:
+        return planned(f"{RECIPES[method]}-tiny", (*TINY_SIZES, *method_overrides), machine)
+    for length in LENGTHS:
+        sizes = (f"data.sequence_length={length}", f"train.tokens_per_step={TOKENS_PER_STEP}")
+        overrides = (*sizes, *method_overrides)
+        plan = planned(RECIPES[method], overrides, capped(machine, TARGETS[method]))
+        if planned_seconds(plan) <= job.seconds:
+            break
     limit = min(TARGETS[method] * GIB, plan.memory.limit)
     return plan.model_copy(update={"memory": plan.memory.model_copy(update={"limit": limit})})
+
+
+def planned_seconds(plan: RunPlan) -> float:
+    """What measuring the plan should take, with the start of its process; 0 where the plan has no estimate."""
+    if plan.step_seconds is None:
+        return 0.0
+    return START_SECONDS + MICRO_BATCHES * plan.step_seconds.value / plan.train.accumulation
 
 
 def capped(machine: Machine, gib: float) -> Machine:
@@ -84,6 +99,10 @@ def _measured_row(method: str, job: PartJob) -> Row:
     if not is_accelerator(job.device) and not job.tiny:
         return Row(case=method, outcome="skipped", message="no GPU that PyTorch can use")
     plan = capped_plan(method, job)
+    card_bytes = max((card.usable_bytes for card in machine_of(job.device).accelerators), default=0)
+    if not job.tiny and card_bytes / GIB < TARGETS[method] and not plan.memory.fits:
+        message = f"needs {plan.memory.total / GIB:.1f} GiB, the card has {card_bytes / GIB:.1f}"
+        return Row(case=method, outcome="skipped", message=message)
     os.environ.update(child_environment(plan, os.environ))
     # The seeded draw of 8 billion numbers on the processor would take the whole time.
     InitialWeights.fill = draw_in_place  # type: ignore[assignment,method-assign]
@@ -108,6 +127,7 @@ def _measured_row(method: str, job: PartJob) -> Row:
         "held_gib": measurement["reserved_gib"],
         "planned_gib": (plan.memory.allocated if on_gpu else plan.memory.total) / GIB,
         "cap_gib": plan.memory.limit / GIB,
+        "sequence_length": plan.data.sequence_length,
         "micro_batch_size": plan.train.micro_batch_size,
         "accumulation": plan.train.accumulation,
         "checkpointing": plan.train.activation_checkpointing,

@@ -18,7 +18,7 @@ from bloomery.monitor.events import StepDone
 SOURCE = str(Path(__file__).parents[2])
 
 # By case: what copies beside the work. More layers than the other parts have: more copies are under way at once.
-LAYERS = "model.num_layers=6"
+LAYERS = ("model.num_layers=6",)
 OFFLOADED_STATES = ("optimizer.offload=true", "optimizer.state_dtype=int8")
 OFFLOADED = {
     **{
@@ -31,7 +31,9 @@ OFFLOADED = {
     "states": OFFLOADED_STATES,
 }
 NOT_OFFLOADED = {"states": ("optimizer.state_dtype=int8",)}
+TINY_OFFLOADED = ("activations none", "states")
 REPEATS = 3  # of each case without the sanitizer: a race need not show at once
+TINY_REPEATS = 1
 
 
 def races(job: PartJob) -> Iterator[Row]:
@@ -41,15 +43,19 @@ def races(job: PartJob) -> Iterator[Row]:
         return
     runs = SmallRuns(job.folder, job.device)
     cases: list[tuple[str, Callable[[], Row]]] = []
-    for name, overrides in OFFLOADED.items():
-        cases.append((f"{name}: sanitizer", partial(_sanitized_row, runs, name, overrides)))
-        cases.append((f"{name}: bits", partial(_bits_row, runs, name, overrides)))
+    for name in TINY_OFFLOADED if job.tiny else OFFLOADED:
+        cases.append((f"{name}: sanitizer", partial(_sanitized_row, job, runs, name)))
+        cases.append((f"{name}: bits", partial(_bits_row, job, runs, name)))
     yield from rows_of(job, cases)
 
 
-def _sanitized_row(runs: SmallRuns, name: str, overrides: tuple[str, ...]) -> Row:
+def _overrides(job: PartJob, overrides: tuple[str, ...]) -> tuple[str, ...]:
+    return overrides if job.tiny else (*LAYERS, *overrides)
+
+
+def _sanitized_row(job: PartJob, runs: SmallRuns, name: str) -> Row:
     case = f"{name}: sanitizer"
-    plan = runs.on_device(runs.plan("texts", LAYERS, *overrides))
+    plan = runs.on_device(runs.plan("texts", *_overrides(job, OFFLOADED[name])))
     with races_raise(runs.device) as is_watched:
         if not is_watched:
             return Row(case=case, outcome="skipped", message="this PyTorch has no sanitizer")
@@ -70,17 +76,19 @@ def _first_access(report: str) -> str:
     return " ".join(named or lines)[:300]
 
 
-def _bits_row(runs: SmallRuns, name: str, overrides: tuple[str, ...]) -> Row:
-    plain = runs.run(runs.on_device(runs.plan("texts", LAYERS, *NOT_OFFLOADED.get(name, ()))))
-    plan = runs.on_device(runs.plan("texts", LAYERS, *overrides))
-    repeats = [runs.run(plan) for _ in range(REPEATS)]
+def _bits_row(job: PartJob, runs: SmallRuns, name: str) -> Row:
+    plain_overrides = _overrides(job, NOT_OFFLOADED.get(name, ()))
+    plain = runs.run(runs.on_device(runs.plan("texts", *plain_overrides)))
+    plan = runs.on_device(runs.plan("texts", *_overrides(job, OFFLOADED[name])))
+    num_repeats = TINY_REPEATS if job.tiny else REPEATS
+    repeats = [runs.run(plan) for _ in range(num_repeats)]
     others = [number for number, each in enumerate(repeats, 1) if each.tensors != plain.tensors]
-    numbers = {"repeats": REPEATS, "same_bits": not others}
+    numbers = {"repeats": num_repeats, "same_bits": not others}
     if not others:
         return Row(case=f"{name}: bits", numbers=numbers)
     losses = " ".join(f"{loss:.6g}" for loss in repeats[others[0] - 1].losses.values())
     expected = " ".join(f"{loss:.6g}" for loss in plain.losses.values())
-    message = f"run {others[0]} of {REPEATS}: losses {losses}, not offloaded {expected}"
+    message = f"run {others[0]} of {num_repeats}: losses {losses}, not offloaded {expected}"
     return Row(case=f"{name}: bits", outcome="wrong", message=message, numbers=numbers)
 
 
