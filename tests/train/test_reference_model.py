@@ -193,6 +193,29 @@ def test_a_block_is_on_the_device_only_while_it_computes(recipe):
     assert {name: tensor.data_ptr() for name, tensor in reference.named_parameters()} == homes
 
 
+def test_a_block_leaves_the_device_after_an_error(recipe):
+    """Out of memory is survived: the step is taken again, with a smaller micro-batch."""
+    plan = plan_of(recipe, *GRPO)
+    state = build_state(plan)
+    mesh = state.model_and_optimizer.mesh
+    reference = build_reference_model(plan, state.model, run_dir=None, mesh=mesh)
+    batch = batch_of(plan.model.config)
+    expected = scores(reference, plan, batch)
+    homes = {name: tensor.data_ptr() for name, tensor in reference.named_parameters()}
+    stream_blocks(reference, torch.device("cpu"))
+
+    def fail(*_):
+        raise RuntimeError("out of memory")
+
+    failing = reference.model.layers[1].self_attn.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        scores(reference, plan, batch)
+    assert {name: tensor.data_ptr() for name, tensor in reference.named_parameters()} == homes
+    failing.remove()
+    assert torch.equal(scores(reference, plan, batch), expected)
+    assert {name: tensor.data_ptr() for name, tensor in reference.named_parameters()} == homes
+
+
 @pytest.fixture
 def based(tmp_path):
     """A recipe that starts from a folder of this test."""

@@ -107,7 +107,8 @@ def stream_blocks(model: Decoder, device: torch.device) -> None:
         block: nn.Module, _inputs: Any, _output: Any, *, host: dict[str, torch.Tensor]
     ) -> None:
         for name, tensor in _tensors(block).items():
-            tensor.data = host.pop(name)
+            if name in host:  # an error, such as out of memory, may come before it was fetched
+                tensor.data = host.pop(name)
 
     for block in model.model.layers:
         if can(device, "streams"):
@@ -115,7 +116,7 @@ def stream_blocks(model: Decoder, device: torch.device) -> None:
                 tensor.data = tensor.data.pin_memory()
         held: dict[str, torch.Tensor] = {}
         block.register_forward_pre_hook(partial(fetch, host=held))
-        block.register_forward_hook(partial(free, host=held))
+        block.register_forward_hook(partial(free, host=held), always_call=True)
 
 
 def _tensors(block: nn.Module) -> dict[str, torch.Tensor]:
