@@ -8,6 +8,7 @@ arguments.
 """
 
 import ctypes
+import fcntl
 import hashlib
 import importlib.abc
 import importlib.util
@@ -80,8 +81,14 @@ def place(vendor="amd"):
 def build(vendor="amd"):
     """The library, compiled if it is not there. Without importing torch."""
     out = place(vendor)
-    if not out.is_file():
-        CACHE.mkdir(parents=True, exist_ok=True)
+    if out.is_file():
+        return out
+    CACHE.mkdir(parents=True, exist_ok=True)
+    # One process compiles; those that come meanwhile wait for it.
+    with (CACHE / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if out.is_file():
+            return out
         print("compiling the simulated device, half a minute, once", file=sys.stderr, flush=True)
         base = torch_folder()
         include = base / "include"
