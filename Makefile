@@ -32,7 +32,7 @@ test:
 
 # Tests on a GPU that is not there (docs/contributing/simulated-gpu.md): a process has it from its start, so that they are
 # a command of their own. `make device DEVICE_TESTS="tests/train/test_loop.py -x"` runs others on it.
-DEVICE_TESTS := tests/device
+DEVICE_TESTS := sample
 device:
 	@$(PYTHON) scripts/setup.py test
 	@$(PY) tests/device/run.py $(DEVICE_TESTS)
@@ -72,6 +72,7 @@ triton:
 
 soak: triton
 	@$(PY) -m pytest -m soak --timeout=7200
+	@$(PY) tests/device/run.py sample -m soak --timeout=7200
 
 bench:
 	@$(PYTHON) scripts/setup.py test

@@ -1,6 +1,7 @@
 """Runs tests on the simulated device: python tests/device/run.py [--device DEVICE] [arguments of pytest].
 
-DEVICE is what `simulated_cards` reads: nvidia,2,4 or "amd:RX 6700 XT,1,12". With --build it only compiles.
+DEVICE is what `simulated_cards` reads: nvidia,2,4 or "amd:RX 6700 XT,1,12". With --build it only compiles;
+`sample` among the arguments is this folder and some tests of others, which `make test` runs.
 """
 
 import os
@@ -9,6 +10,14 @@ from pathlib import Path
 
 import simulated
 from simulated_cards import vendor_of
+
+# Tests of other folders that `run.py sample` adds to those of this one: a part of each that computes on a device.
+SAMPLE = (
+    "infer/test_batched_completions.py",
+    "train/test_fine_tuning_options.py::test_a_noisy_run_resumes_bitwise_and_evaluates_without_noise",
+    "train/test_loop.py::test_a_resumed_run_equals_the_undisturbed_one_bitwise",
+    "train/test_rollouts.py::test_a_stopped_and_resumed_run_equals_the_uninterrupted_one",
+)
 
 arguments = sys.argv[1:]
 chosen = "amd,2,4"
@@ -25,6 +34,9 @@ if arguments == ["--build"]:
 os.environ.update(simulated.environment(chosen))
 here = Path(__file__).parent
 os.environ["PYTHONPATH"] += os.pathsep + str(here)  # for the plug-in of pytest
+if "sample" in arguments:
+    arguments.remove("sample")
+    arguments += [str(here), *(str(here.parent / test) for test in SAMPLE), "-rs"]
 arguments = arguments or [str(here)]
 plugin = ["-p", "simulated_reports"]
 os.execv(sys.executable, [sys.executable, "-m", "pytest", *plugin, *arguments])
