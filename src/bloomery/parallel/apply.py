@@ -69,7 +69,9 @@ def _selective_policy(
     # hold; everything between them (norms, activations, dropout) is cheap. Our namespace has attention, too, and
     # products with quantized weights. Plug-ins add backends: the table is read each time.
     is_ours = getattr(operation, "namespace", "") == "bloomery"
-    name = operation.name() if isinstance(operation, OpOverload | HigherOrderOperator) else ""
+    name = ""
+    if isinstance(operation, OpOverload | HigherOrderOperator):
+        name = operation.name()  # type: ignore[no-untyped-call]  # torch's
     is_attention = any(name in facts.operators for facts in BACKENDS.values())
     if name in PRODUCTS or is_attention or is_ours:
         return CheckpointPolicy.MUST_SAVE
