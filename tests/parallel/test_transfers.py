@@ -53,7 +53,7 @@ def streams(monkeypatch):
         return made[-1]
 
     WORK.seen.clear()
-    for module in (offload, placement):
+    for module in (transfers, offload, placement):
         monkeypatch.setattr(module, "has_own_memory", lambda device: True)
         monkeypatch.setattr(module, "pinned_like", lambda tensor: torch.full_like(tensor, 77))
     monkeypatch.setattr(transfers, "new_stream", fresh)

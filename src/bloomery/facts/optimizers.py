@@ -142,19 +142,24 @@ def updating_kind(kind: str, name: str, shape: Shape) -> str:
 
 
 def _adamw_update_bytes(update: Update) -> float:
-    """None in torch's fused AdamW; else five pieces, half a piece more for stochastic rounding on a CPU, and four more
-    for states in CPU memory (measured: tests/train/test_optimizer_scratch_memory.py).
+    """None in torch's fused AdamW; else five pieces (four where moments are float32), half a piece more for stochastic
+    rounding on a CPU, and the moments that are on their way (measured: tests/train/test_optimizer_scratch_memory.py).
     """
     settings = update.settings
     if not saves_memory(settings):
         return update.piece_bytes(0.0)
-    pieces = 5.0
+    is_half = settings.state_dtype == "bfloat16" or update.weight_bytes == 2
+    moment_bytes = 1 if settings.state_dtype == "int8" else 2 if is_half else 4
+    pieces = 5.0 if moment_bytes < 4 else 4.0  # float32 moments are updated where they are
     # A GPU adds random bits without a wider copy of them.
     rounds = settings.stochastic_rounding or settings.state_dtype == "bfloat16"
     if rounds and not update.on_gpu:
         pieces += 0.5
     if settings.offload and update.on_gpu:
-        pieces += 4
+        # Both moments of three pieces: one arrives, two leave. The pieces of other parameters leave too.
+        others = max(0, -(-update.values_at_once // GPU_PIECE) - 1)
+        moving = 6 if settings.fused_backward else min(6, 2 * others)
+        pieces += moving * moment_bytes / 4
     return update.piece_bytes(pieces)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from bloomery.core.device import can, current_stream, new_stream, on_stream
 
 
-def has_own_memory(device: torch.device) -> bool:
+def has_own_memory(device: torch.device | str) -> bool:
     """Whether tensors of the device move to the host by copies, which run beside its work."""
     return can(device, "streams")
 
@@ -69,9 +69,12 @@ class CopyStream:
     def run_after_work(self, tensors: Sequence[Tensor], copy: Callable[[], object]) -> CopyUnderWay:
         """Run `copy` on this stream, which reads or writes `tensors` of one device.
 
-        The caller has allocated them on the stream of the work, before.
+        The caller has allocated them on the stream of the work, before. A device without streams copies at once.
         """
         device = tensors[0].device
+        if not has_own_memory(device):
+            copy()
+            return CopyUnderWay(tensors, None, None)
         if self._stream is None:
             self._stream = new_stream(device)
         work_stream = current_stream(device)

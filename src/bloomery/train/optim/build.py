@@ -58,16 +58,18 @@ class OptimizersContainer:
         members: list[torch.optim.Optimizer],
         names: Mapping[nn.Parameter, str],
         *,
+        placement: StatePlacement,
         clips_updates: bool = False,
         backward: FusedBackward | None = None,
         full_parameters: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({}),
     ) -> None:
         """`names`: of the parameters that `members` update. `full_parameters`: of each of them that is this rank's rows
         as a plain tensor, the model's own parameter (a DTensor). `clips_updates`: whether the optimizer clips its
-        updates itself, so that gradients are not clipped.
+        updates itself, so that gradients are not clipped. `placement`: of the members' states.
         """
         self._members = members
         self._names = dict(names)
+        self._placement = placement
         self._clips_updates = clips_updates
         self._backward = backward
         self._full_parameters = dict(full_parameters)
@@ -113,6 +115,7 @@ class OptimizersContainer:
                 shard.grad = None if parameter.grad is None else local(parameter.grad)
         for member in self._members:
             member.step()
+        self._placement.release_sent()
 
     def begin_step(self, lr_scale: float, *, factor: float, clip: float | None) -> None:
         """Call before a backward, which then updates each parameter as soon as its gradient is complete.
@@ -131,7 +134,9 @@ class OptimizersContainer:
         Where it is not finite, the update is incomplete: only the parameters before the first such gradient have it.
         """
         assert self._backward is not None
-        return self._backward.finish()
+        norm = self._backward.finish()
+        self._placement.release_sent()
+        return norm
 
     def _set_learning_rate(self, lr_scale: float) -> None:
         for group in self._groups():
@@ -261,8 +266,8 @@ def build_optimizer(
     """The plan's optimizer over the trainable parameters. `seed`: of stochastic rounding.
 
     Native optimizers update one piece of the values after another: as many (`common.piece_size`) as keep a GPU busy, or
-    fit into the cache of a CPU core. So float32 intermediates take memory for a piece only. `device_type`: take pieces
-    for this type of device, where it is not the parameters' own (a simulation of a GPU on a CPU).
+    fit into the cache of a CPU core. So float32 intermediates take memory for a piece only. `device_type`: take and
+    move pieces as on this type of device, where it is not the parameters' own (a simulation of a GPU on a CPU).
 
     Must run before the first forward. FSDP2 keeps the root's parameters (such as the head) gathered from a forward to
     the next backward: they are plain full tensors then, and would be taken for parameters that are not sharded.
@@ -289,13 +294,19 @@ def build_optimizer(
 
     clips_updates = OPTIMIZERS[plan.kind].clips_updates
     rounding = Rounding(names, seed, plan.stochastic_rounding, shards, device_type)
-    placement = StatePlacement(offload=plan.offload)
+    placement = StatePlacement(offload=plan.offload, device_type=device_type)
     if not parameters_by_name:
-        return OptimizersContainer([], {})  # a stage of a pipeline whose weights are all frozen
+        return OptimizersContainer(
+            [], {}, placement=placement
+        )  # a stage of a pipeline whose weights are all frozen
     if not plan.fused_backward:
         members = _members(parameters_by_name, plan, rounding, placement)
         return OptimizersContainer(
-            members, names, clips_updates=clips_updates, full_parameters=full_parameters
+            members,
+            names,
+            placement=placement,
+            clips_updates=clips_updates,
+            full_parameters=full_parameters,
         )
 
     # Fused into backward each parameter has an optimizer of its own, which autograd's hook calls. The plan refuses that
@@ -314,7 +325,9 @@ def build_optimizer(
         head_weights_of(model),
         rounding,
     )
-    return OptimizersContainer(members, names, clips_updates=clips_updates, backward=backward)
+    return OptimizersContainer(
+        members, names, placement=placement, clips_updates=clips_updates, backward=backward
+    )
 
 
 def _members(

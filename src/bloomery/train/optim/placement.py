@@ -18,15 +18,17 @@ class StatePlacement:
     """Optimizer states on the weights' device, or with `offload` in pinned host memory.
 
     Offloaded pieces are copied to the device in turn, and copies overlap with the update: one piece is updated, one
-    arrives, one or two leave. Device memory: four pieces of states. No difference for weights on the host.
+    arrives, one or two leave. Device memory: four pieces of states. No difference for weights on the host, unless they
+    stand for those of a `device_type`.
     """
 
-    def __init__(self, *, offload: bool) -> None:
+    def __init__(self, *, offload: bool, device_type: str | None = None) -> None:
         self._offload = offload
+        self._device_type = device_type
         self._copy_stream = CopyStream()
 
     def _offloads_from(self, device: torch.device) -> bool:
-        return self._offload and has_own_memory(device)
+        return self._offload and has_own_memory(self._device_type or device)
 
     def place(self, state: Tensor) -> Tensor:
         """A new state, or one from a checkpoint, where it is to be stored."""
@@ -87,6 +89,13 @@ class StatePlacement:
             self._copy_stream.send(values, copy, most_under_way=4)  # two moments per piece
         else:
             copy()
+
+    def release_sent(self) -> None:
+        """Call after an update: what still leaves does not stay on the device during the next step.
+
+        The device waits for the last copies, of two pieces at most (some milliseconds). The host does not.
+        """
+        self._copy_stream.release_sent()
 
     def settle(self) -> None:
         """Wait until the host can read every state."""
