@@ -213,6 +213,12 @@ def empty_pinned_cache():
     _lib.sim_empty_pinned_cache()
 
 
+def reset_pinned_peak():
+    """Begin again to note how much is pinned at most. Returns what is pinned now."""
+    _lib.sim_reset_pinned_peak()
+    return stats().pinned
+
+
 def capacity(gib, device=0):
     _lib.sim_set_capacity(device, ctypes.c_uint64(int(gib * 2**30)))
 

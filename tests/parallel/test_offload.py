@@ -77,9 +77,9 @@ def counted(monkeypatch) -> list[Tensor]:
     gone: list[Tensor] = []
     to_host = offload._OffloadHooks._to_host
 
-    def noted(self, tensor):
+    def noted(self, tensor, number):
         gone.append(tensor)
-        return to_host(self, tensor)
+        return to_host(self, tensor, number)
 
     monkeypatch.setattr(offload._OffloadHooks, "_to_host", noted)
     return gone
@@ -165,7 +165,7 @@ def test_a_quantised_base_stays_where_it_is(monkeypatch):
     monkeypatch.setattr(
         offload._OffloadHooks,
         "_to_host",
-        lambda self, x: (sent.append(x.data_ptr()), to_host(self, x))[1],
+        lambda self, x, number: (sent.append(x.data_ptr()), to_host(self, x, number))[1],
     )
     offload_activations(decoder.model, threshold=1)
     found = gradients(decoder)

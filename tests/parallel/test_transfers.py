@@ -55,7 +55,12 @@ def streams(monkeypatch):
     WORK.seen.clear()
     for module in (transfers, offload, placement):
         monkeypatch.setattr(module, "has_own_memory", lambda device: True)
-        monkeypatch.setattr(module, "pinned_like", lambda tensor: torch.full_like(tensor, 77))
+    for module in (offload, transfers):
+        monkeypatch.setattr(
+            module,
+            "pinned_block",
+            lambda num_bytes, device: torch.full((num_bytes,), 77, dtype=torch.uint8),
+        )
     monkeypatch.setattr(transfers, "new_stream", fresh)
     monkeypatch.setattr(transfers, "current_stream", lambda device: WORK)
     monkeypatch.setattr(transfers, "on_stream", lambda device, stream: stream)

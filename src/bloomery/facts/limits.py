@@ -36,6 +36,9 @@ MUON_STACK = 2**24
 
 # The smallest block of pinned host memory of a buffer for many tensors.
 SMALLEST_PINNED_BLOCK = 2**20
+PINNED_ALIGNMENT = 64  # bytes, of a tensor in such a block
+# Blocks that offloaded activations fill one after the other: a power of two, of which the last alone is not full.
+PINNED_CHUNK = 2**24
 
 # Weights that share a scale (arXiv:2305.14314, section 3; the default of bitsandbytes).
 WEIGHTS_BLOCK = 64
@@ -80,6 +83,21 @@ def pinned_blocks(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]
         used[block] += size
         rest -= size
     return blocks, places
+
+
+def pinned_together(sizes: Sequence[int]) -> int:
+    """Bytes that are pinned for tensors of these bytes, which lie in blocks together."""
+    return sum(pinned_blocks([aligned_bytes(size) for size in sizes])[0])
+
+
+def aligned_bytes(num_bytes: int) -> int:
+    """Of a tensor in a block: the next one begins at a multiple of PINNED_ALIGNMENT."""
+    return -(-num_bytes // PINNED_ALIGNMENT) * PINNED_ALIGNMENT
+
+
+def pinned_chunks(num_bytes: float) -> int:
+    """Bytes of the chunks that tensors of so many bytes fill, over whose ends they go on."""
+    return math.ceil(num_bytes / PINNED_CHUNK) * PINNED_CHUNK
 
 
 def storage_bytes(shape: Sequence[int], kind: str, double_quant: bool) -> int:

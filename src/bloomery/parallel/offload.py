@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from bloomery.parallel.transfers import CopyStream, CopyUnderWay, has_own_memory, pinned_like
+from bloomery.facts.limits import PINNED_CHUNK, aligned_bytes
+from bloomery.parallel.transfers import CopyStream, CopyUnderWay, has_own_memory, pinned_block
 
 THRESHOLD_BYTES = 2**20  # smaller tensors cost more calls than they free memory
 MOST_UNDER_WAY = 4  # copies to the host, whose tensors are still on the device
@@ -46,7 +47,8 @@ class _Offloaded:
     """A tensor on the host. `arriving`: its copy on the device, which may be read once it is no longer under way."""
 
     number: int  # in the order of forward
-    host_tensor: Tensor
+    like: Tensor  # without data: its shape, strides and dtype
+    host_bytes: list[Tensor]  # one after the other
     device: torch.device
     arriving: tuple[Tensor, CopyUnderWay | None] | None = None  # None: it is there
     returned: "weakref.ref[Tensor] | None" = None
@@ -70,6 +72,8 @@ class _OffloadHooks(saved_tensors_hooks):
         ] = {}
         self._in_forward_order: list[weakref.ref[_Offloaded]] = []
         self._copy_stream = CopyStream()
+        self._chunk: Tensor | None = None  # that is being filled
+        self._chunk_used = 0
 
     def _pack(self, tensor: Tensor) -> Tensor | _Offloaded:
         """Called in forward for each tensor that autograd saves."""
@@ -95,9 +99,7 @@ class _OffloadHooks(saved_tensors_hooks):
             if storage_then() is storage:
                 return offloaded
 
-        offloaded = _Offloaded(
-            len(self._in_forward_order), self._to_host(tensor.detach()), tensor.device
-        )
+        offloaded = self._to_host(tensor.detach(), len(self._in_forward_order))
         self._offloaded_by_view[view] = weakref.ref(storage), offloaded
         self._in_forward_order.append(weakref.ref(offloaded))
         return offloaded
@@ -109,6 +111,7 @@ class _OffloadHooks(saved_tensors_hooks):
 
         # Forward is over: nothing more is offloaded.
         self._offloaded_by_view.clear()
+        self._chunk = None
         self._copy_stream.release_sent()
 
         # Backward asks in about the reverse order of forward: the tensors saved just before come next. One that it was
@@ -136,19 +139,53 @@ class _OffloadHooks(saved_tensors_hooks):
         """Begin the copy to the device, where it has not begun; without a device of its own, a copy at once."""
         if offloaded.arriving is not None:
             return offloaded.arriving
-        host_tensor = offloaded.host_tensor
+        tensor = torch.empty_like(offloaded.like, device=offloaded.device)
+        parts = _parts_like(tensor, offloaded.host_bytes)
         if has_own_memory(offloaded.device):
-            tensor = torch.empty_like(host_tensor, device=offloaded.device, pin_memory=False)
-            copy = partial(tensor.copy_, host_tensor, non_blocking=True)
+            copy = partial(_copy_parts, offloaded.host_bytes, parts, non_blocking=True)
             offloaded.arriving = tensor, self._copy_stream.run_after_work([tensor], copy)
         else:
-            offloaded.arriving = host_tensor.clone(), None
+            _copy_parts(offloaded.host_bytes, parts, non_blocking=False)
+            offloaded.arriving = tensor, None
         return offloaded.arriving
 
-    def _to_host(self, tensor: Tensor) -> Tensor:
-        if not has_own_memory(tensor.device):
-            return tensor.clone()
-        host_tensor = pinned_like(tensor)
-        copy = partial(host_tensor.copy_, tensor, non_blocking=True)
-        self._copy_stream.send([tensor], copy, most_under_way=MOST_UNDER_WAY)
-        return host_tensor
+    def _to_host(self, tensor: Tensor, number: int) -> _Offloaded:
+        # What has gaps or overlaps, as an expanded tensor, goes without them.
+        like = torch.empty_like(tensor, device="meta")
+        if like.stride() != tensor.stride():
+            tensor = torch.empty_like(like, device=tensor.device).copy_(tensor)
+
+        host_bytes = self._next_bytes(tensor.nbytes, tensor.device)
+        parts = _parts_like(tensor, host_bytes)
+        if has_own_memory(tensor.device):
+            copy = partial(_copy_parts, parts, host_bytes, non_blocking=True)
+            self._copy_stream.send([tensor], copy, most_under_way=MOST_UNDER_WAY)
+        else:
+            _copy_parts(parts, host_bytes, non_blocking=False)
+        return _Offloaded(number, like, host_bytes, tensor.device)
+
+    def _next_bytes(self, size: int, device: torch.device) -> list[Tensor]:
+        """Host memory for so many bytes: what is left of a chunk, and the chunks after it.
+
+        PyTorch rounds what it pins up to a power of two, which a chunk is. It is free with the last tensor in it.
+        """
+        parts = list[Tensor]()
+        while size > 0:
+            if self._chunk is None or self._chunk_used == len(self._chunk):
+                self._chunk, self._chunk_used = pinned_block(PINNED_CHUNK, device), 0
+            part = self._chunk[self._chunk_used : self._chunk_used + size]
+            self._chunk_used += aligned_bytes(len(part))
+            size -= len(part)
+            parts.append(part)
+        return parts
+
+
+def _parts_like(tensor: Tensor, parts: list[Tensor]) -> list[Tensor]:
+    """The bytes of a tensor without gaps, in the order of its memory, divided as `parts`."""
+    flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    return list(flat.split_with_sizes([len(part) for part in parts]))
+
+
+def _copy_parts(sources: list[Tensor], targets: list[Tensor], *, non_blocking: bool) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source, non_blocking=non_blocking)

@@ -9,12 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bloomery.core.device import can, synchronize
-from bloomery.facts.limits import pinned_blocks
+from bloomery.facts.limits import aligned_bytes, pinned_blocks
 from bloomery.model.io.parameters import local
 from bloomery.parallel.ownership import OwnedTensor
 
 Key = tuple[str, str]  # part and name of a tensor as ranks hold it
-ALIGNMENT = 64  # bytes, of a tensor in a buffer
 CONNECT_TAG = 2**30  # above those of all pieces
 
 
@@ -34,7 +33,7 @@ class HostBuffer:
     @torch.no_grad()
     def copy(self, tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
         """The bytes of each tensor, flat, in this buffer until the next copy. Raises as an allocation does."""
-        sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors.values()]
+        sizes = [aligned_bytes(tensor.nbytes) for tensor in tensors.values()]
         if self._is_pinned:
             block_sizes, places = pinned_blocks(sizes)
         else:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bloomery.core.device import can, current_stream, new_stream, on_stream
+from bloomery.facts.limits import aligned_bytes, pinned_blocks
 
 
 def has_own_memory(device: torch.device | str) -> bool:
@@ -18,9 +19,27 @@ def has_own_memory(device: torch.device | str) -> bool:
 def pinned_like(tensor: Tensor) -> Tensor:
     """An empty tensor on the host, of a memory that copies do not wait for.
 
-    PyTorch rounds its size up to a power of two, and keeps freed ones for the next request.
+    PyTorch rounds its size up to a power of two, and keeps freed ones for the next request: for a few tensors only.
     """
     return torch.empty_like(tensor, device="cpu", pin_memory=has_own_memory(tensor.device))
+
+
+def pinned_block(num_bytes: int, device: torch.device) -> Tensor:
+    """Empty bytes on the host [num_bytes], pinned for a device with memory of its own."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=has_own_memory(device))
+
+
+def pinned_all(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Empty tensors on the host of these shapes and dtypes, pinned together for `device`: views of few blocks.
+
+    `facts.limits.pinned_together` says of how many bytes. A block is free once none of its tensors is left.
+    """
+    sizes, places = pinned_blocks([aligned_bytes(tensor.nbytes) for tensor in tensors])
+    blocks = [pinned_block(size, device) for size in sizes]
+    return [
+        blocks[block][start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for tensor, (block, start) in zip(tensors, places, strict=True)
+    ]
 
 
 @final

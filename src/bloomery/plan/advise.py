@@ -33,6 +33,7 @@ from bloomery.plan.checkpoints import checkpoint_bytes, interval_text, kill_cost
 from bloomery.plan.choices import ineffective_settings, reference_of, teacher_of
 from bloomery.plan.estimate.measured import StepEstimator
 from bloomery.plan.estimate.mesh import MeshSplit
+from bloomery.plan.estimate.pinned import pinned_parts
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.gather import Facts
@@ -314,16 +315,25 @@ def advise(loaded_recipe: LoadedRecipe, plan: RunPlan, facts: Facts) -> PlanRepo
     if not plan.fits:
         plan = plan.model_copy(update={"suggestions": tuple(fix.edit for fix in suggestions)})
     verdicts = _verdicts(recipe.claims, plan, step, measure)
+    save = planned_save(plan, step.model)
+    train = plan.train
+    pinned = pinned_parts(
+        step, shard=train.shard, pipeline=train.pipeline, accumulation=train.accumulation
+    )
     return PlanReport(
         plan=plan,
         claims=verdicts,
-        warnings=tuple(warnings(recipe, plan, facts, verdicts)),
+        warnings=(
+            *warnings(recipe, plan, facts, verdicts),
+            *_host_memory(facts.machine, gpus, sum(pinned.values()), save.host_bytes),
+        ),
         suggestions=suggestions,
         max_length=_longest(step, measure) if profile.accelerator else None,
         step_parts=(parts or {}) if plan.rollout is None else plan.rollout.seconds,
         disk=_disk_bytes(recipe, plan, step),
-        save=planned_save(plan, step.model),
+        save=save,
         kill=kill_cost(plan),
+        pinned=pinned,
         energy_kwh=energy_kwh(plan, profile),
     )
 
@@ -749,6 +759,16 @@ def _shared_memory(profile: Profile) -> Iterator[str]:
     if device.integrated:
         share = f"about {facts.shared_part:.0%} of it, {device.usable_bytes / GIB:.0f} GiB"
         yield f"unified memory: CPU and GPU have one, and the system lets the GPU use {share}"
+
+
+def _host_memory(
+    machine: Machine, gpus: int, pinned_bytes: float, save_bytes: float
+) -> Iterator[str]:
+    """Of a node: what its ranks pin cannot be swapped out. Where they pin nothing, nothing is said of a save."""
+    needed = gpus * (pinned_bytes + save_bytes)
+    if pinned_bytes and needed > machine.memory_bytes:
+        parts = f"{format_bytes(gpus * pinned_bytes)} pinned and {format_bytes(gpus * save_bytes)} of a save"
+        yield f"host memory: a node of {format_bytes(machine.memory_bytes)} needs {parts}; offload less"
 
 
 def _claims(recipe: Recipe, plan: RunPlan, verdicts: Sequence[Verdict]) -> Iterator[str]:

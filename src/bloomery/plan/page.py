@@ -111,7 +111,7 @@ def page(
     lines += _block("GPU" if profile.accelerator else "CPU", device_lines(plan, profile, machine))
     lines += _block("model", joined([model_line(plan)]))
     lines += [*_block("batch", batch_lines(plan)), ""]
-    lines += _block("memory", memory_lines(plan, profile))
+    lines += _block("memory", [*memory_lines(plan, profile), *_pinned_lines(report)])
     lines += _block("simulated", simulated)
     lines += _block("sequence", joined(_max_length(report)))
     lines += _block("time", [*time_lines(report, profile), *part_lines(report, profile)])
@@ -333,6 +333,18 @@ def _of_limit(value: float, plan: RunPlan) -> str:
     )
     limit = f"{plan.memory.limit / limit_size:,.{1 if limit_size == GIB else 0}f}"
     return f"{text} of {limit} {limit_unit}"
+
+
+def _pinned_lines(report: PlanReport) -> list[str]:
+    """Host memory of offloaded states and activations; none where nothing is offloaded."""
+    pinned = sum(report.pinned.values())
+    if not pinned:
+        return []
+    parallel = report.plan.parallel
+    amounts = f"{format_bytes(pinned)} per device"
+    if parallel is not None:
+        amounts += f", {format_bytes(pinned * parallel.gpus)} per node"
+    return joined([f"pinned host memory: {amounts}", " and ".join(report.pinned)])
 
 
 def memory_lines(plan: RunPlan, profile: Profile) -> Iterator[str]:

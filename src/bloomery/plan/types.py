@@ -544,6 +544,7 @@ class PlanReport(PlanPart):
     """A plan with the other figures of its page; no training code reads it.
 
     `step_parts`: seconds of a step by operation, empty where unknown; `disk`: bytes of shards and checkpoints;
+    `pinned`: bytes of host memory that each rank pins, by purpose, without a save's;
     `energy_kwh`: None where the board's power is unknown; `max_length`: on one device of the chosen layout, None: CPU.
     """
 
@@ -556,4 +557,5 @@ class PlanReport(PlanPart):
     disk: dict[str, float]
     save: SaveEstimate
     kill: KillCost
+    pinned: dict[str, int]
     energy_kwh: float | None

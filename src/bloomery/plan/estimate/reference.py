@@ -12,10 +12,19 @@ def reference_bytes(step: StepShape, *, shards: int = 1) -> float:
     """
     if step.reference == "none":
         return 0.0
+    rest, by_layer = layer_sizes(step)
+    in_layers = [sum(sizes) for sizes in by_layer.values()]
+    if step.reference == "host" and step.on_gpu:
+        return float(rest + max(in_layers, default=0))
+    return (rest + sum(in_layers)) / shards
+
+
+def layer_sizes(step: StepShape) -> tuple[int, dict[str, list[int]]]:
+    """Bytes of the tensors outside the layers, and of each tensor of each layer."""
     mode = step.mode
     kind = "nf4" if step.reference == "nf4" else mode.quantize_kind
-    rest = 0.0
-    by_layer: dict[str, float] = {}
+    rest = 0
+    by_layer = dict[str, list[int]]()
     for name, shape in step.model.shapes.items():
         count = 1
         for size in shape:
@@ -25,16 +34,14 @@ def reference_bytes(step: StepShape, *, shards: int = 1) -> float:
             rest += count * step.weight_bytes
             continue
         if len(shape) < 2:
-            size_bytes = float(count * step.weight_bytes)
+            size_bytes = count * step.weight_bytes
         elif kind != "none" and len(shape) == 2:
             double_quant = mode.double_quant
             if step.reference == "nf4":
                 double_quant = Quantize().double_quant
-            size_bytes = float(storage_bytes(shape, kind, double_quant))
+            size_bytes = storage_bytes(shape, kind, double_quant)
         else:
-            size_bytes = float(count * step.element_bytes)
+            size_bytes = count * step.element_bytes
         layer = prefix + path.partition(".")[0]
-        by_layer[layer] = by_layer.get(layer, 0.0) + size_bytes
-    if step.reference == "host" and step.on_gpu:
-        return rest + max(by_layer.values(), default=0.0)
-    return (rest + sum(by_layer.values())) / shards
+        by_layer.setdefault(layer, []).append(size_bytes)
+    return rest, by_layer

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from bloomery.facts.config import ModelConfig, Stage
 from bloomery.facts.counting import Layer, Shape, is_layer_matrix, layers, parameter_shapes
-from bloomery.facts.limits import INT8_BLOCK, INT8_SMALLEST, storage_bytes
+from bloomery.facts.limits import INT8_BLOCK, INT8_SMALLEST, SCALE_BYTES, storage_bytes
 from bloomery.facts.optimizers import OPTIMIZERS, Update
 from bloomery.model.adapters.settings import EMBEDDING
 from bloomery.plan.estimate.mode import FULL, TrainingMode, mode_of
@@ -302,6 +302,23 @@ class TrainedModel:
             )
             total += count * spec.state_values(name, shape) * value_bytes
         return total + (self.trainable_bytes(precision) if self.mode.ema else 0.0)
+
+    def state_sizes(self, kind: str, precision: str, shard: int) -> list[int]:
+        """Bytes of each stored tensor of the states of one of `shard` ranks, as the optimizer divides them."""
+        spec = OPTIMIZERS[kind]
+        sizes = list[int]()
+        for (name, shape, is_adapter), count in self._parameter_counts.items():
+            weight_bytes = self.mode.adapter_bytes if is_adapter else weight_bytes_of(precision)
+            value_bytes = self._state_value_bytes(shape, weight_bytes)
+            values = -(-math.prod(shape) // shard)
+            if value_bytes == INT8_STATE_BYTES:
+                blocks = -(-values // INT8_BLOCK)
+                tensors = [blocks * INT8_BLOCK, blocks * SCALE_BYTES]
+            else:
+                tensors = [round(values * value_bytes)]
+            moments = round(spec.state_values(name, shape) / math.prod(shape))
+            sizes += count * moments * tensors
+        return sizes
 
     def _state_value_bytes(self, shape: Shape, weight_bytes: int) -> float:
         """States of bfloat16 weights are bfloat16; with int8 those of small parameters are float32."""

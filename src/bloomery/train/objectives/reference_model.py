@@ -15,6 +15,7 @@ from bloomery.model.io.weights import quantize_model
 from bloomery.parallel.apply import apply
 from bloomery.parallel.fsdp import apply_fsdp
 from bloomery.parallel.mesh import Mesh
+from bloomery.parallel.transfers import pinned_all
 from bloomery.plan.choices import reference_of
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.objectives import Rollouts
@@ -112,8 +113,10 @@ def stream_blocks(model: Decoder, device: torch.device) -> None:
 
     for block in model.model.layers:
         if can(device, "streams"):
-            for tensor in _tensors(block).values():
-                tensor.data = tensor.data.pin_memory()
+            # Block by block: the host never holds more than one of them twice.
+            tensors = list(_tensors(block).values())
+            for tensor, pinned in zip(tensors, pinned_all(tensors, device), strict=True):
+                tensor.data = pinned.copy_(tensor.data)
         held: dict[str, torch.Tensor] = {}
         block.register_forward_pre_hook(partial(fetch, host=held))
         block.register_forward_hook(partial(free, host=held), always_call=True)

@@ -185,6 +185,10 @@ class ChunkedAdamW(torch.optim.Optimizer):
         self._rounding = rounding
         self._placement = placement
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                empty = self._empty_state(parameter)
+                placement.expect({(parameter, slot): value for slot, value in empty.items()})
 
     @torch.no_grad()
     def step(  # type: ignore[override]  # torch's takes a closure that computes the loss
@@ -212,9 +216,20 @@ class ChunkedAdamW(torch.optim.Optimizer):
     def _initial_state(self, parameter: nn.Parameter) -> State:
         states = [moment.initial_state(parameter) for moment in self._formats(parameter)]
         placed = {
-            slot: self._placement.place(value) for state in states for slot, value in state.items()
+            slot: self._placement.place((parameter, slot), value)
+            for state in states
+            for slot, value in state.items()
         }
         return {"step": zero_step(), **placed}
+
+    def _empty_state(self, parameter: nn.Parameter) -> State:
+        """Without data: of a parameter that has none."""
+        like = torch.empty_like(parameter, device="meta")
+        return {
+            slot: value
+            for moment in self._formats(parameter)
+            for slot, value in moment.initial_state(like).items()
+        }
 
     def loaded_state(self, parameter: nn.Parameter, slots: State, *, name: str) -> State:
         """Placed copies of a checkpoint's state of this parameter. Raises UserError for another format.
@@ -232,11 +247,7 @@ class ChunkedAdamW(torch.optim.Optimizer):
                 ):
                     slots = slots | moment.from_float(stored)
 
-        # The initial state of a parameter without data has the dtypes and shapes that the slots must have.
-        like = torch.empty_like(parameter, device="meta")
-        expected = {
-            slot: value for moment in formats for slot, value in moment.initial_state(like).items()
-        }
+        expected = self._empty_state(parameter)  # the dtypes and shapes that the slots must have
         for slot, value in expected.items():
             stored = slots.get(slot)
             if stored is None or (stored.dtype, stored.shape) != (value.dtype, value.shape):
@@ -246,7 +257,9 @@ class ChunkedAdamW(torch.optim.Optimizer):
                     fix="resume with the recipe that the run was started with",
                 )
         placed = {
-            slot: self._placement.place(slots[slot].to(parameter.device, copy=True))
+            slot: self._placement.place(
+                (parameter, slot), slots[slot].to(parameter.device, copy=True)
+            )
             for slot in expected
         }
         return {"step": slots["step"].clone(), **placed}

@@ -1,16 +1,17 @@
 """Where optimizer states are stored: on the weights' device, or in pinned host memory."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from bloomery.parallel.transfers import CopyStream, CopyUnderWay, has_own_memory, pinned_like
+from bloomery.parallel.transfers import CopyStream, CopyUnderWay, has_own_memory, pinned_all
 from bloomery.train.optim.common import concatenated, same_memory
 
 # The stored tensors of a piece: for each moment, for each tensor of the moment, one view for each span.
 PieceStates = list[list[list[Tensor]]]
+StateKey = tuple[nn.Parameter, str]  # and its slot
 
 
 @final
@@ -26,15 +27,31 @@ class StatePlacement:
         self._offload = offload
         self._device_type = device_type
         self._copy_stream = CopyStream()
+        # Of states that will come: tensors without data. And on the host: where each is stored.
+        self._expected = dict[StateKey, Tensor]()
+        self._stored = dict[StateKey, Tensor]()
 
     def _offloads_from(self, device: torch.device) -> bool:
         return self._offload and has_own_memory(self._device_type or device)
 
-    def place(self, state: Tensor) -> Tensor:
-        """A new state, or one from a checkpoint, where it is to be stored."""
-        if self._offloads_from(state.device):
-            return pinned_like(state).copy_(state)
-        return state
+    def expect(self, states: Mapping[StateKey, Tensor]) -> None:
+        """Tensors without data, as the states that will be placed: on the host they are pinned together.
+
+        Each alone would be rounded up to a power of two, to nearly twice as much.
+        """
+        self._expected |= states
+
+    def place(self, key: StateKey, state: Tensor) -> Tensor:
+        """A new state, or one from a checkpoint, where it is to be stored. It was expected."""
+        if not self._offloads_from(state.device):
+            return state
+        if key not in self._stored:
+            missing = [other for other in self._expected if other not in self._stored]
+            tensors = pinned_all([self._expected[other] for other in missing], state.device)
+            self._stored.update(zip(missing, tensors, strict=True))
+        # A state of before may still be on its way there.
+        self._copy_stream.synchronize()
+        return self._stored[key].copy_(state)
 
     def visits(
         self, pieces: Sequence[PieceStates], device: torch.device
