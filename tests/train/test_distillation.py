@@ -18,6 +18,7 @@ from bloomery.train.objectives.build import build_objective, distillation
 from bloomery.train.objectives.distillation import TeacherPlan, meta_teacher, teacher_attention
 from bloomery.train.objectives.losses import means
 from bloomery.train.step import compute_loss, train_step
+from device_for_tests import DEVICE
 from models_for_tests import make_model
 
 
@@ -135,7 +136,7 @@ def test_whole_logits_never_exist():
 def test_accumulation_takes_the_step_of_one_large_batch():
     from test_step import halves, model_and_optimizer, weights
 
-    teacher = models()[1].float()
+    teacher = models()[1].float().to(DEVICE)
     keys = Distill(kind="distill", teacher="", temperature=2.0)
     results = []
     for batches in ([batch(5)], halves(batch(5))):

@@ -37,7 +37,8 @@ def poison(plan, monkeypatch):
         def loss(output, batch):
             total, count, *_ = clean.loss(output, batch)
             return LossParts(
-                total * math.nan if any(torch.equal(batch.tokens.cpu(), b) for b in bad) else total, count
+                total * math.nan if any(torch.equal(batch.tokens.cpu(), b) for b in bad) else total,
+                count,
             )
 
         monkeypatch.setattr(set_up, "build_objective", lambda *_, **__: Objective(clean.head, loss))
