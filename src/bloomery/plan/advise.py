@@ -766,9 +766,9 @@ def _host_memory(
 ) -> Iterator[str]:
     """Of a node: what its ranks pin cannot be swapped out. Where they pin nothing, nothing is said of a save."""
     needed = gpus * (pinned_bytes + save_bytes)
-    if pinned_bytes and needed > machine.memory_bytes:
+    if pinned_bytes and needed > machine.host.memory_bytes:
         parts = f"{format_bytes(gpus * pinned_bytes)} pinned and {format_bytes(gpus * save_bytes)} of a save"
-        yield f"host memory: a node of {format_bytes(machine.memory_bytes)} needs {parts}; offload less"
+        yield f"host memory: a node of {format_bytes(machine.host.memory_bytes)} needs {parts}; offload less"
 
 
 def _claims(recipe: Recipe, plan: RunPlan, verdicts: Sequence[Verdict]) -> Iterator[str]:

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -81,7 +81,7 @@ def _compiled_flex() -> Callable[..., Tensor]:
     # As one operator of the dispatcher, whose result selective checkpointing can keep: else compiled code calls its
     # kernels past the dispatcher. PyTorch before 2.10 has no such setting, and attention is computed again.
     name = "wrap_inductor_compiled_regions"
-    options = {name: True} if hasattr(config, name) else None
+    options: dict[str, Any] | None = {name: True} if hasattr(config, name) else None
     return torch.compile(flex_attention, dynamic=False, options=options)
 
 
