@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bloomery.bench.gpu_check import kernels, speed, supervise
+from bloomery.bench.gpu_check import kernels, ranks, speed, supervise, use
 from bloomery.bench.gpu_check.child import PartJob
 from bloomery.bench.gpu_check.parts import PARTS, chosen_parts, limits
 from bloomery.bench.gpu_check.results import (
@@ -122,6 +122,23 @@ def test_each_bad_end_is_told_apart_and_the_rest_goes_on(faults, tmp_path):
     assert "invalid device function" in text and "no end within 3 s" in text
 
 
+def test_the_table_is_a_page_of_aligned_columns_and_cuts_no_reason(faults, tmp_path):
+    faults(step="none")
+    result = run_check(check_of(tmp_path / "result.json", "step"), on_part=silent, on_row=silent)
+    reason = "word " * 60 + "end"
+    rows = (
+        Row(case="a case of forty characters, more or less", message="x"),
+        Row(case="b", message="y"),
+    )
+    part = result.parts[0].model_copy(update={"message": reason, "rows": rows})
+    lines = list(page(result.model_copy(update={"parts": (part,)})))
+    assert max(map(len, lines)) <= 100
+    assert reason in " ".join(" ".join(lines).split())
+    assert (
+        len({line.index(" ok ") for line in lines if line.startswith("  ") and " ok " in line}) == 1
+    )
+
+
 def test_the_file_has_each_row_before_the_next_part_begins(faults, tmp_path):
     """Whoever switches the machine off in the middle has what was found until then."""
     faults(probes="none", step="none")
@@ -189,6 +206,29 @@ def test_the_worst_row_is_the_outcome_of_a_part():
     assert outcome_of([*rows, Row(case="c", outcome="failed"), Row(case="d", outcome="wrong")]) == (
         "wrong"
     )
+
+
+@pytest.mark.parametrize("starts", ["ranks", "serve"])
+def test_what_a_part_starts_is_in_its_session_and_dies_with_it(starts, tmp_path, monkeypatch):
+    """A part is killed with its process group; a rank or a server in another one would keep the card."""
+    answer = tmp_path / ("rank-{}.json" if starts == "ranks" else "group.json")
+    code = (
+        "import json, os, pathlib, sys;"
+        f"pathlib.Path({str(answer)!r}.format(os.environ.get('RANK'))).write_text("
+        "json.dumps({'group': os.getpgid(0)}))"
+    )
+
+    def own_program(*_: str) -> list[str]:
+        return [sys.executable, "-c", code]
+
+    if starts == "ranks":
+        monkeypatch.setattr(ranks, "python_module", own_program)
+        groups = [each["group"] for each in ranks._run_ranks(["collectives"], tmp_path, 30.0)]
+    else:
+        monkeypatch.setattr(use, "python_module", own_program)
+        assert use._Commands(tmp_path, ()).serve_row("run").outcome == "failed"
+        groups = [json.loads(answer.read_text())["group"]]
+    assert set(groups) == {os.getpgid(0)}
 
 
 # The command

@@ -37,6 +37,7 @@ _waits = Counter()
 _has_float64 = True
 _places = {}  # their text, which the library reads after the call
 _xpu_library = None  # of operators; they go with it
+_cpu_library = None
 
 
 def environment(device="amd", devices=2, gib=4.0):
@@ -543,8 +544,28 @@ def patch():
 
     if vendor == "intel":
         _compute_attention_of_xpu(torch)
+    else:
+        _compute_products_of_another_dtype(torch)
 
     C._cuda_getDefaultGenerator = None
+
+
+def _compute_products_of_another_dtype(torch):
+    """bfloat16 times bfloat16 in float32, as losses on chunks ask for: PyTorch has it on cuda alone."""
+
+    def addmm(addend, one, other, out_dtype, *, beta=1, alpha=1, out):
+        wide = (each.to(out_dtype) for each in (addend, one, other))
+        return out.copy_(torch.addmm(*wide, beta=beta, alpha=alpha))
+
+    def mm(one, other, out_dtype, *, out):
+        return out.copy_(torch.mm(one.to(out_dtype), other.to(out_dtype)))
+
+    from torch import library
+
+    global _cpu_library
+    _cpu_library = library.Library("aten", "IMPL")
+    _cpu_library.impl("addmm.dtype_out", addmm, "CPU")
+    _cpu_library.impl("mm.dtype_out", mm, "CPU")
 
 
 def _compute_attention_of_xpu(torch):

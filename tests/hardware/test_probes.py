@@ -16,6 +16,7 @@ from bloomery.hardware.machine import Accelerator, Host, Machine, Probe, Softwar
 from bloomery.hardware.probes import (
     ProbeSpec,
     cache_key,
+    each_probe,
     machine_probe_specs,
     probe,
     run_probes,
@@ -113,6 +114,25 @@ def test_progress_names_each_probe_and_counts():
     )
     assert [name for name, _, _ in dict.fromkeys(seen)] == ["fine-1", "segfault", "fine-2"]
     assert {done for _, done, _ in seen} == {0, 1, 2} and {total for _, _, total in seen} == {3}
+
+
+def test_a_result_is_there_before_the_next_child_starts_and_other_devices_are_left_out(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", FAULTY["PYTHONPATH"])
+    begun: list[str] = []
+    extra = [
+        ProbeSpec(name="fine-1", module="faulty_probes"),
+        ProbeSpec(name="fine-2", module="faulty_probes", environment={"ANOTHER": "1"}),
+        ProbeSpec(name="fine-3", module="faulty_probes", every_device=True),
+    ]
+    results = each_probe(
+        machine(),
+        extra=extra,
+        only={"fine"},
+        on_progress=lambda name, _done, _total: begun.append(name),
+        other_devices=False,
+    )
+    assert next(results).name == "fine-1" and set(begun) == {"fine-1"}
+    assert [result.name for result in results] == ["fine-2"]
 
 
 def test_the_processor_is_probed_and_remembered_until_torch_changes(tmp_path):

@@ -72,19 +72,19 @@ MAX_NAME_LENGTH = 1_000  # of a file; a longer text after --explain is a message
     "--gpu-check",
     "gpu_check",
     is_flag=True,
-    help="Prove what runs right on this GPU, then time it (30 minutes), after asking.",
+    help="Prove that this GPU computes right, then time it (30 min).",
 )
-@click.option("--tiny", is_flag=True, help="--gpu-check: small shapes, on any device.")
-@click.option("--only", metavar="PART,PART", help="--gpu-check: run these parts.")
-@click.option("--limit", metavar="TIME", help="--gpu-check: end after this time, such as 15m.")
+@click.option("--tiny", is_flag=True, help="Small shapes, on any device (--gpu-check).")
+@click.option("--only", metavar="PART,PART", help="Run these parts (--gpu-check).")
+@click.option("--limit", metavar="TIME", help="End after this time, such as 15m (--gpu-check).")
 @click.option(
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="--gpu-check: write this file [default: gpu-check.json].",
+    help="Write this file (--gpu-check) [default: gpu-check.json].",
 )
-@click.option("--by", metavar="NAME", help="--gpu-check: your name in the file, if you like.")
-@click.option("-y", "--yes", is_flag=True, help="--gpu-check: do not ask.")
+@click.option("--by", metavar="NAME", help="Your name in the file, if you like (--gpu-check).")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask (--gpu-check).")
 def command(
     probe: bool,
     as_json: bool,

@@ -1,5 +1,6 @@
 """`bloomery doctor --gpu-check`: prove on a GPU what no test without one can, and write a file to send. No torch."""
 
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -11,10 +12,10 @@ import click
 
 from bloomery.cli.common import echo_page, print_json
 from bloomery.core.errors import UserError
-from bloomery.core.text import expanded, harmless
+from bloomery.core.text import expanded, fitted, harmless
 
 if TYPE_CHECKING:
-    from bloomery.bench.gpu_check.results import Row
+    from bloomery.bench.gpu_check.results import PartResult, Row
 
 DEFAULT_FILE = Path("gpu-check.json")
 LEAST_SECONDS = 60.0  # of all parts
@@ -58,7 +59,8 @@ def run_gpu_check(options: GpuCheckOptions, *, public: Callable[[str], str]) -> 
     part_limits = limits(parts, tiny=options.tiny, total_seconds=total_seconds)
 
     # Nothing runs before the user has read what it is.
-    for line in plan_lines(parts, part_limits, file=file, tiny=options.tiny):
+    columns = shutil.get_terminal_size((1000, 24)).columns
+    for line in fitted(plan_lines(parts, part_limits, file=file, tiny=options.tiny), columns):
         click.echo(line, err=True)
     if not options.yes:
         _confirm()
@@ -72,7 +74,9 @@ def run_gpu_check(options: GpuCheckOptions, *, public: Callable[[str], str]) -> 
         file=file,
         public=public,
     )
-    result = run_check(check, on_part=progress.begin_part, on_row=progress.row)
+    result = run_check(
+        check, on_part=progress.begin_part, on_row=progress.row, on_end=progress.end_part
+    )
     progress.end()
     if options.as_json:
         print_json(result.model_dump(mode="json"))
@@ -106,7 +110,7 @@ def _confirm() -> None:
 
 @final
 class _Progress:
-    """A line of stderr for each part, and for each row that is not as it must be."""
+    """Lines of stderr: when a part begins and how it ended, and each row that is not as it must be."""
 
     def __init__(self) -> None:
         self._begin_seconds = time.monotonic()
@@ -120,6 +124,10 @@ class _Progress:
                 f"{self._clock()}   {part}: {row.case} {row.outcome}: {harmless(row.message)}",
                 err=True,
             )
+
+    def end_part(self, part: "PartResult") -> None:
+        message = f": {harmless(part.message)}" if part.message else ""
+        click.echo(f"{self._clock()}   {part.part}: {part.outcome}{message}", err=True)
 
     def end(self) -> None:
         click.echo(f"{self._clock()} done", err=True)

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+PAGE_COLUMNS = 100
 _SECRET_NAME = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?$")
 _SHORTEST_SECRET = 8  # a shorter value, such as TOKEN=1, would redact normal text
 
@@ -97,7 +98,7 @@ def broken(command: str, width: int) -> list[str]:
     return lines
 
 
-def fitted(lines: Iterable[str], width: int, *, page: int = 100) -> list[str]:
+def fitted(lines: Iterable[str], width: int, *, page: int = PAGE_COLUMNS) -> list[str]:
     """Lines of a page of `page` columns for a narrower terminal: the last column of a long line is wrapped below.
 
     A remark at the right margin moves to the left; a command is broken by backslashes, its remark goes below.

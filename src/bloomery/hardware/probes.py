@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -62,22 +62,40 @@ def run_probes(
     `extra`: probes of the caller, such as `check.attention_probes.attention_probe_specs`; they run last.
     Empty without an installed torch. A crash or hang of a probe does not affect the caller.
     """
+    return tuple(each_probe(machine, extra=extra, only=only, on_progress=on_progress))
+
+
+def each_probe(
+    machine: Machine,
+    *,
+    extra: Sequence[ProbeSpec] = (),
+    only: Collection[str] | None = None,
+    on_progress: Progress | None = None,
+    other_devices: bool = True,
+) -> Iterator[Probe]:
+    """As `run_probes`, each result when it is there. They are cached after the last.
+
+    `other_devices`: also the probes that see the devices that training does not use.
+    """
     if machine.software.torch is None:
-        return ()
+        return
     profile = build_profile(machine)
     selected = [
         spec
         for spec in (*machine_probe_specs(machine, profile), *extra)
         if only is None or spec.name in only or spec.name.partition("-")[0] in only
+        if other_devices or not spec.every_device
     ]
     arch = profile.accelerator.arch if profile.accelerator else ""
     job = {"device": profile.device.value, "dtype": profile.dtype.value, "arch": arch}
     defaults = local_caches(profile.environment.value)
-    results = probe(
+    results: list[Probe] = []
+    for result in _each_result(
         selected, job, environment=dict(os.environ), defaults=defaults, on_progress=on_progress
-    )
+    ):
+        results.append(result)
+        yield result
     _store(machine, results)
-    return results
 
 
 def with_cached_probes(machine: Machine) -> Machine:
@@ -145,11 +163,26 @@ def probe(
 
     `environment`: the user's variables; `defaults` are set if the user has not set them.
     """
-    results: list[Probe] = []
+    return tuple(
+        _each_result(
+            selected, job, environment=environment, defaults=defaults, on_progress=on_progress
+        )
+    )
+
+
+def _each_result(
+    selected: Sequence[ProbeSpec],
+    job: dict[str, Any],
+    *,
+    environment: dict[str, str],
+    defaults: Mapping[str, str],
+    on_progress: Progress | None,
+) -> Iterator[Probe]:
+    num_results = 0
 
     def begins(name: str) -> None:
         if on_progress is not None:
-            on_progress(name, len(results), len(selected))
+            on_progress(name, num_results, len(selected))
 
     unmasked = {name: value for name, value in defaults.items() if name not in MASKS}
     shared = groupby(
@@ -159,21 +192,22 @@ def probe(
     for _, group in shared:
         remaining = list(group)
         while remaining:
-            num_results = len(results)
             default_variables = unmasked if remaining[0].every_device else defaults
-            _run_child(remaining, job, {**default_variables, **environment}, results, begins)
-            remaining = remaining[len(results) - num_results :]
-    return tuple(results)
+            variables = {**default_variables, **environment}
+            num_before = num_results
+            for result in _results_of_child(remaining, job, variables, begins):
+                num_results += 1
+                yield result
+            remaining = remaining[num_results - num_before :]
 
 
-def _run_child(
+def _results_of_child(
     specs: Sequence[ProbeSpec],
     job: dict[str, Any],
     environment: dict[str, str],
-    results: list[Probe],
     begins: Callable[[str], None],
-) -> None:
-    """Appends the results of one child until it ends, crashes or hangs: at least one result."""
+) -> Iterator[Probe]:
+    """The results of one child until it ends, crashes or hangs: at least one result."""
     startup = START_SECONDS  # the first probe of a child also imports torch and starts the driver
     begins(specs[0].name)
     job = job | {"names": [spec.name for spec in specs]}
@@ -186,15 +220,15 @@ def _run_child(
                 begins(spec.name)
                 answer = child.next(limit)
             if isinstance(answer, dict):
-                results.append(Probe.model_validate(answer))
+                yield Probe.model_validate(answer)
             elif answer == "silent":
                 message = f"no answer within {spec.seconds:.0f} s"
-                results.append(Probe(name=spec.name, outcome="hung", message=message))
+                yield Probe(name=spec.name, outcome="hung", message=message)
                 return
             else:  # it ended; before this probe it may do so on purpose, after one that failed
                 if started or child.code != 0 or spec is specs[0]:
                     message = child.ending().replace(str(Path.home()), "~")[:LONGEST_REASON]
-                    results.append(Probe(name=spec.name, outcome="crashed", message=message))
+                    yield Probe(name=spec.name, outcome="crashed", message=message)
                 return
             startup = 0.0
 

@@ -50,7 +50,6 @@ def _resumed_row(runs: SmallRuns, folder: Path, name: str, ending: str) -> Row:
     if ending == "stopped":
         runs.run(plan, folder=run_folder, stop_after=SAVED_STEP)
     else:
-        # The checkpoint before is complete by then, also where a thread writes it.
         code = runs.killed(plan, run_folder, at_step=STEPS)
         if code != -signal.SIGKILL:
             return Row(case=case, outcome="failed", message=f"the run ended with {code} by itself")

@@ -23,10 +23,14 @@ class Part:
     keeps: str  # what its rows hold
     seconds: float
     tiny_seconds: float
+    tiny_does: str = ""  # where `--tiny` does something else
     environment: dict[str, str] = field(default_factory=dict)
 
     def limit(self, *, tiny: bool) -> float:
         return self.tiny_seconds if tiny else self.seconds
+
+    def what(self, *, tiny: bool) -> str:
+        return self.tiny_does if tiny and self.tiny_does else self.does
 
 
 PARTS = (
@@ -37,6 +41,7 @@ PARTS = (
         keeps="outcome, error and rate of each",
         seconds=100,
         tiny_seconds=60,
+        tiny_does="two of the probes of `bloomery doctor --probe`: the device, products in float32",
     ),
     Part(
         name="step",
@@ -45,6 +50,7 @@ PARTS = (
         keeps="the part that differs by more than rounding",
         seconds=240,
         tiny_seconds=120,
+        tiny_does="one training step of two small recipes in float32, against the CPU",
     ),
     Part(
         name="same",
@@ -53,6 +59,7 @@ PARTS = (
         keeps="the largest difference of losses and gradient norms; whether bits are equal",
         seconds=180,
         tiny_seconds=120,
+        tiny_does="short runs in some memory modes, with NF4, DPO and each attention backend, and on the CPU",
         environment=DETERMINISM,
     ),
     Part(
@@ -88,6 +95,7 @@ PARTS = (
         keeps="completions that are the CPU's, and the difference of log-probabilities and losses",
         seconds=80,
         tiny_seconds=60,
+        tiny_does="GRPO on completions that the device samples, and on the CPU",
         environment=DETERMINISM,
     ),
     Part(
@@ -97,6 +105,7 @@ PARTS = (
         keeps="error and time of each",
         seconds=100,
         tiny_seconds=60,
+        tiny_does="three attention backends against float64, and Triton's kernels for decoding against SDPA",
     ),
     Part(
         name="ranks",
@@ -113,6 +122,7 @@ PARTS = (
         keeps="GiB, measured and planned",
         seconds=80,
         tiny_seconds=40,
+        tiny_does="the peak of the allocator next to the plan, in three memory modes",
     ),
     Part(
         name="out-of-memory",
@@ -137,6 +147,7 @@ PARTS = (
         keeps="milliseconds by length and backend",
         seconds=150,
         tiny_seconds=30,
+        tiny_does="times each attention backend on short rows",
     ),
     Part(
         name="qlora",
@@ -145,6 +156,7 @@ PARTS = (
         keeps="tokens per second and GiB, measured and planned",
         seconds=90,
         tiny_seconds=30,
+        tiny_does="a few steps of a small model with QLoRA, which must learn",
     ),
     Part(
         name="lora",
@@ -153,6 +165,7 @@ PARTS = (
         keeps="tokens per second and GiB, measured and planned",
         seconds=85,
         tiny_seconds=30,
+        tiny_does="a few steps of a small model with LoRA, which must learn",
     ),
     Part(
         name="full",
@@ -161,6 +174,7 @@ PARTS = (
         keeps="tokens per second and GiB, measured and planned",
         seconds=90,
         tiny_seconds=30,
+        tiny_does="a few steps of a small model, every weight, which must learn",
     ),
     Part(
         name="theirs-qlora",

@@ -9,7 +9,7 @@ from bloomery.bench.gpu_check.results import Outcome, Row
 from bloomery.bench.gpu_check.small_runs import machine_of
 from bloomery.check.step_probes import examined, recipe_plan
 from bloomery.hardware.machine import Probe
-from bloomery.hardware.probes import ProbeSpec, run_probes
+from bloomery.hardware.probes import ProbeSpec, each_probe
 
 PROBES = ("device", "matmul", "bandwidth", "attention", "bitsandbytes", "flash-attn", "compile")
 TINY_PROBES = ("device", "matmul-float32")
@@ -47,8 +47,9 @@ def probed(job: PartJob) -> Iterator[Row]:
 
 
 def probe_rows(job: PartJob, names: Collection[str], extra: Sequence[ProbeSpec]) -> Iterator[Row]:
-    probes = run_probes(
+    probes = each_probe(
         machine_of(job.device),
+        other_devices=False,
         extra=extra,
         only=names,
         on_progress=lambda name, _done, _of: job.begin(name),

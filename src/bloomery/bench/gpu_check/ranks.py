@@ -15,7 +15,7 @@ from bloomery.bench.gpu_check.agreement import LOSS_TOLERANCE
 from bloomery.bench.gpu_check.child import PartJob, rows_of
 from bloomery.bench.gpu_check.results import Row
 from bloomery.bench.gpu_check.small_runs import SmallRuns
-from bloomery.core.child import kill_group, last_words, python_module
+from bloomery.core.child import last_words, python_module
 from bloomery.core.device import device_backend, is_accelerator, num_devices, select_device
 from bloomery.core.errors import UserError
 from bloomery.launch.supervisor import local_rank_variables
@@ -130,19 +130,16 @@ def _run_ranks(arguments: list[str], folder: Path, seconds: float) -> list[dict[
             log = (folder / f"rank-{rank}.log").open("w")
             variables = local_rank_variables(rank, RANKS, str(folder / "meeting"))
             command = python_module(__name__, str(answer), *arguments)
+            # In the session of the part: whatever ends that ends a rank that hangs, too.
             process = subprocess.Popen(
-                command,
-                env=os.environ | variables,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+                command, env=os.environ | variables, stdout=log, stderr=subprocess.STDOUT
             )
             log.close()
             processes.append(process)
         codes = [process.wait(max(0.1, deadline - time.monotonic())) for process in processes]
     finally:
         for process in processes:
-            kill_group(process.pid)
+            process.kill()
             process.wait()
     outputs = [(folder / f"rank-{rank}.log").read_text(errors="replace") for rank in range(RANKS)]
     for rank, (code, output) in enumerate(zip(codes, outputs, strict=True)):

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_input, write_durably
+from bloomery.core.text import PAGE_COLUMNS, fitted
 from bloomery.core.units import format_seconds
 
 # ok: as it must be. wrong: a number is not. failed: an error. crashed: the process ended by itself. timeout: it was
@@ -132,7 +133,8 @@ def page(result: CheckResult) -> Iterator[str]:
         cases = f"{good_rows}/{len(part.rows)}" if part.rows else ""
         note = part.message or _first_problem(part.rows)
         time_text = f"{part.seconds:.0f} s"
-        yield f"{part.part:<15}{part.outcome:<9}{cases:>6}{time_text:>7}  {note}"[:160].rstrip()
+        line = f"{part.part:<15}{part.outcome:<9}{cases:>6}{time_text:>7}  {note}".rstrip()
+        yield from fitted([line], PAGE_COLUMNS)
     for part in result.parts:
         yield from _part_lines(part)
 
@@ -148,21 +150,20 @@ def _first_problem(rows: Iterable[Row]) -> str:
 
 def _part_lines(part: PartResult) -> Iterator[str]:
     """Its rows with their numbers: of measurements all, of comparisons those that say something."""
-    lines = [
-        f"  {row.case:<28} {row.outcome:<8} {_row_text(row)}".rstrip()
-        for row in part.rows
-        if row.outcome != "ok" or row.numbers or row.message
-    ]
-    if lines:
+    rows = [row for row in part.rows if row.outcome != "ok" or row.numbers or row.message]
+    if rows:
         yield ""
         yield f"{part.part}:"
-        yield from lines
+    width = max((len(row.case) for row in rows), default=0)
+    for row in rows:
+        line = f"  {row.case:<{width}}  {row.outcome:<8}  {_row_text(row)}".rstrip()
+        yield from fitted([line], PAGE_COLUMNS)
 
 
 def _row_text(row: Row) -> str:
     cells = [row.message] if row.message else []
     cells += [
-        f"{name} {_number_text(value)}"
+        f"{name.replace('_', ' ').replace('gib', 'GiB')} {_number_text(value)}"
         for name, value in row.numbers.items()
         if isinstance(value, bool | int | float | str)
     ]

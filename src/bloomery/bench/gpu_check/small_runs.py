@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,7 @@ RECIPES = {
         ("train.batch_size=16", "train.micro_batch_size=4"),
     ),
 }
+WRITING_SECONDS = 20.0  # of a checkpoint of 1 MiB
 
 
 def machine_of(device: str) -> Machine:
@@ -212,7 +214,7 @@ class SmallRuns:
         )
 
     def killed(self, plan: RunPlan, folder: Path, *, at_step: int) -> int:
-        """The run in a process of its own, which gets SIGKILL at that step. Its exit code."""
+        """The run in a process of its own, which gets SIGKILL at that step, after a checkpoint. Its exit code."""
         folder.mkdir(exist_ok=True)
         plan_file = folder / "given-plan.json"
         plan_file.write_text(plan.model_dump_json())
@@ -225,8 +227,14 @@ def run_until_killed(plan_file: Path, folder: Path, at_step: int) -> None:
     plan = RunPlan.model_validate_json(plan_file.read_text())
 
     def emit(event: Any) -> None:
-        if isinstance(event, StepDone) and event.step == at_step:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if not isinstance(event, StepDone) or event.step != at_step:
+            return
+        # A fast card is here before a thread has written the checkpoint that the run resumes from.
+        deadline = time.monotonic() + WRITING_SECONDS
+        checkpoints = RunFolder(folder).checkpoints
+        while not list(checkpoints.glob("step-*")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     set_up_process(plan.train, memory_limit=plan.memory.limit)
     build_kernels(plan.model)

@@ -25,6 +25,7 @@ from bloomery.bench.gpu_check.results import (
 from bloomery.core import __version__
 from bloomery.core.child import LONGEST_REASON, Child
 from bloomery.core.errors import UserError
+from bloomery.core.text import PAGE_COLUMNS, fitted
 from bloomery.hardware.detect import detect
 from bloomery.hardware.profile import build_profile, local_caches
 
@@ -48,7 +49,13 @@ class Check:
     public: Callable[[str], str]
 
 
-def run_check(check: Check, *, on_part: Callable[[str], None], on_row: OnRow) -> CheckResult:
+def run_check(
+    check: Check,
+    *,
+    on_part: Callable[[str], None],
+    on_row: OnRow,
+    on_end: Callable[[PartResult], None] = lambda _: None,
+) -> CheckResult:
     """Every part, and its file. Raises UserError where not even the device can be asked, or the file not be written."""
     begin_seconds = time.monotonic()
     environment = _environment()
@@ -81,6 +88,7 @@ def run_check(check: Check, *, on_part: Callable[[str], None], on_row: OnRow) ->
             runner.run(on_row=on_row, keep=keep)
             kept_result = keep(runner.result())
         earlier_parts = kept_result.parts
+        on_end(earlier_parts[-1])
     return kept_result
 
 
@@ -205,15 +213,22 @@ def card_of(environment: dict[str, str], public: Callable[[str], str]) -> Card:
 def plan_lines(
     parts: Sequence[Part], limits: dict[str, float], *, file: Path, tiny: bool
 ) -> list[str]:
-    """What will happen, before it does."""
-    rows = [f"  {part.name:<14}{limits[part.name] / 60:>5.1f} min  {part.does}" for part in parts]
+    """What will happen, before it does, in 100 columns."""
+    rows = [
+        f"  {part.name:<14}{limits[part.name] / 60:>5.1f} min  {part.what(tiny=tiny)}"
+        for part in parts
+    ]
     total = sum(limits.values()) / 60
-    size = "small shapes, on whatever device is here" if tiny else "real shapes, on one GPU"
-    return [
-        f"gpu check  {len(parts)} parts, {size}; each is a process that is killed at its limit",
+    size = "small shapes" if tiny else "real shapes"
+    number = f"{len(parts)} parts" if len(parts) > 1 else "1 part"
+    lines = [
+        f"gpu check  {number}, {size}, on the first GPU (the CPU where there is none); each part is a",
+        "           process of its own, which is killed at its limit",
         *rows,
         f"  {'together':<14}{total:>5.1f} min  at most",
-        f"writes     {file}: results as they come, without names of users, hosts and folders",
-        "           and temporary files below TMPDIR, which are deleted; caches of Bloomery and PyTorch grow",
-        "sends      nothing: nothing is downloaded and nothing leaves this machine",
+        f"writes     {file}: results as they come, no names of users, hosts and folders",
+        f"           temporary files in {tempfile.gettempdir()}, deleted after each part",
+        "           caches of Bloomery, PyTorch and Triton, which stay",
+        "sends      nothing: nothing leaves this machine, and nothing is downloaded",
     ]
+    return fitted(lines, PAGE_COLUMNS)

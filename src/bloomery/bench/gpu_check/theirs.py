@@ -189,15 +189,24 @@ def _step_seconds(model: Any, plan: RunPlan, method: str) -> list[float]:
             trl: Any = import_module("trl")
             more = {"max_length": length, "dataset_kwargs": {"skip_prepare_dataset": True}}
             trainer = trl.SFTTrainer(
-                args=trl.SFTConfig(**arguments, **more), processing_class=_tokenizer(), **given
+                args=_on_one_card(trl.SFTConfig(**arguments, **more)),
+                processing_class=_tokenizer(),
+                **given,
             )
         else:
             trainer = transformers.Trainer(
-                args=transformers.TrainingArguments(**arguments), **given
+                args=_on_one_card(transformers.TrainingArguments(**arguments)), **given
             )
         trainer.data_collator = _collate
         trainer.train()
     return times
+
+
+def _on_one_card(arguments: Any) -> Any:
+    """Of several cards a trainer would take all, by DataParallel, which TRL refuses; no public setting takes one."""
+    if arguments.n_gpu > 1:
+        arguments._n_gpu = 1
+    return arguments
 
 
 def _random_rows(count: int, length: int, vocab_size: int) -> Any:

@@ -175,12 +175,12 @@ class _Commands:
             "last",
             *self.device,
         )
+        # In the session of the part: a part that is killed at its limit leaves no server on the card.
         server = subprocess.Popen(
             python_module("bloomery", *words),
             cwd=self.folder,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            start_new_session=True,
         )
         try:
             url = _url_of(server)
