@@ -127,11 +127,20 @@ if SIMULATED:
 
     @pytest.fixture(autouse=True)
     def device_without_problems() -> Generator[None]:
-        """Whatever a test is about: no race, no wrong device, no operator that the simulated device lacks."""
-        import simulated
+        """Whatever a test is about: no race, no wrong device, no operator that the simulated device lacks.
 
+        With `run.py --current 1` this process uses the second device, as rank 1 does: the first one stays empty.
+        """
+        import simulated
+        import torch
+
+        current = int(os.environ.get("BLOOMERY_SIMULATED_CURRENT", "0"))
+        torch.accelerator.set_device_index(current)
         simulated.clear()
+        made_before = simulated.stats(0).total
         yield
         report = simulated.report()
+        if current:
+            assert simulated.stats(0).total == made_before
         assert report["problem"] == {}
         assert report["missing"] == {}

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -24,17 +25,22 @@ COMPILING_SECONDS = 900.0  # more, where every rank compiles before its first st
 class Ranks:
     """Runs a function of this test folder on every rank at once; a case is the function and plain arguments."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, variables: Sequence[Mapping[str, str]] = ()) -> None:
+        """`variables`: of the environment, by rank, besides those of this process."""
         self.world, self._members = world, []
         paths = os.pathsep.join(filter(None, [*sys.path, os.environ.get("PYTHONPATH", "")]))
-        for _ in range(world):
+        for rank in range(world):
             ours, theirs = multiprocessing.Pipe()
             with theirs:
                 process = preloaded.Popen(
                     [sys.executable, "-P", "-m", "ranks", str(theirs.fileno())],
                     stdin=subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),
-                    env=os.environ | {"PYTHONPATH": paths},
+                    env={
+                        **os.environ,
+                        "PYTHONPATH": paths,
+                        **(variables[rank] if variables else {}),
+                    },
                 )
             self._members.append((process, ours))
 

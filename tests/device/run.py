@@ -1,7 +1,8 @@
-"""Runs tests on the simulated device: python tests/device/run.py [--device DEVICE] [arguments of pytest].
+"""Runs tests on the simulated device: python tests/device/run.py [--device DEVICE] [--current 1] [arguments of pytest].
 
 DEVICE is what `simulated_cards` reads: nvidia,2,4 or "amd:RX 6700 XT,1,12". With --build it only compiles;
-`sample` among the arguments is this folder and some tests of others, which `make test` runs.
+`sample` among the arguments is this folder and some tests of others, which `make test` runs. With --current 1 the
+process of the tests uses the second device, as rank 1 does, and the first one must stay empty.
 """
 
 import os
@@ -23,6 +24,9 @@ arguments = sys.argv[1:]
 chosen = "amd,2,4"
 if arguments[:1] == ["--device"]:
     chosen = arguments[1]
+    arguments = arguments[2:]
+if arguments[:1] == ["--current"]:
+    os.environ["BLOOMERY_SIMULATED_CURRENT"] = arguments[1]
     arguments = arguments[2:]
 reason = simulated.why_not()
 if reason:

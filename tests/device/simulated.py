@@ -309,7 +309,13 @@ def patch():
     import torch
 
     gpus = cards(described())
-    devices, vendor = len(gpus), gpus[0].vendor
+    vendor = gpus[0].vendor
+    # Launchers may show each rank a device of its own alone.
+    mask = "HIP_VISIBLE_DEVICES" if vendor == "amd" else "CUDA_VISIBLE_DEVICES"
+    shown = [int(number) for number in os.environ.get(mask, "").split(",") if number.isdecimal()]
+    numbers = [number for number in shown if number < len(gpus)] or list(range(len(gpus)))
+    gpus = [gpus[number] for number in numbers]
+    devices = len(gpus)
     hip = "7.2.53211" if vendor == "amd" else None
     C, cuda = torch._C, torch.xpu if vendor == "intel" else torch.cuda
     type_name = "xpu" if vendor == "intel" else "cuda"
@@ -489,8 +495,8 @@ def patch():
             gcnArchName=gcn_name(gpus[device].arch) if hip else "",
             warp_size=64 if hip else 32,
             is_integrated=0,
-            uuid=f"sim-{device}",
-            pci_bus_id=device + 1,
+            uuid=f"sim-{numbers[device]}",
+            pci_bus_id=numbers[device] + 1,
             pci_device_id=0,
             pci_domain_id=0,
             L2_cache_size=2**22,
@@ -547,7 +553,18 @@ def patch():
     else:
         _compute_products_of_another_dtype(torch)
 
+    resize_on_host = torch.UntypedStorage.resize_
+
+    def resize(storage, size):
+        if storage.device.type != type_name:
+            return resize_on_host(storage, size)
+        torch.ops.simulated.resize_storage(storage, size)
+        return storage
+
+    torch.UntypedStorage.resize_ = resize
+
     C._cuda_getDefaultGenerator = None
+    _patch_ranks()
 
 
 def _compute_products_of_another_dtype(torch):
@@ -587,3 +604,31 @@ def _compute_attention_of_xpu(torch):
     _xpu_library = library.Library("aten", "IMPL")
     for key in ("XPU", "AutogradXPU"):
         _xpu_library.impl("scaled_dot_product_attention", attention, key)
+
+
+def _patch_ranks():
+    """Give torch.distributed the backend nccl: library/ranks.h."""
+    import torch
+    from torch.distributed import distributed_c10d
+
+    class ProcessGroupNCCL(distributed_c10d.ProcessGroupGloo):
+        """What carries the copies on the host."""
+
+        class Options:
+            pass
+
+        def __init__(self, store, rank, size, options):
+            super().__init__(store, rank, size, options._timeout)
+
+    make_group = distributed_c10d._new_process_group_helper
+
+    def make_group_of_devices(*arguments, **settings):
+        group, store = make_group(*arguments, **settings)
+        if "nccl" in str(distributed_c10d._world.pg_map.get(group, ("",))[0]):
+            torch.ops.simulated.use_device_ranks(group.boxed())
+        return group, store
+
+    distributed_c10d.ProcessGroupNCCL = ProcessGroupNCCL
+    distributed_c10d._NCCL_AVAILABLE = True
+    distributed_c10d.default_pg_nccl_timeout = distributed_c10d.default_pg_timeout
+    distributed_c10d._new_process_group_helper = make_group_of_devices
