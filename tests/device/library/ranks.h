@@ -35,13 +35,14 @@ struct Exchange final : Work {
     std::lock_guard<std::mutex> once(arriving);
     if (!has_arrived)  // in truth the host waits here; the simulated one goes on
       for (auto& work : on_hosts) work->wait(timeout);
+    std::vector<std::pair<Tensor, Tensor>> let_go[2];  // after the lock: Python may free a tensor, for which it locks
     Locked locked;
     if (!has_arrived)
       for (auto& [tensor, copy] : writes) view_of(tensor).copy_(copy);
     has_arrived = true;
     join(stream_clock[current_key(device)], end);
-    reads.clear();
-    writes.clear();
+    reads.swap(let_go[0]);
+    writes.swap(let_go[1]);
     return true;
   }
   void synchronize() override { wait(c10d::kUnsetTimeout); }
