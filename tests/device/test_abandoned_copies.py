@@ -93,7 +93,7 @@ def test_what_was_sent_is_not_overwritten_when_its_stream_is_dropped() -> None:
 
 def test_an_update_that_stops_half_way_leaves_no_copy_behind() -> None:
     placement = StatePlacement(offload=True)
-    states = [[[[placement.place(torch.full((COUNT,), 7.0, device=DEVICE))]]] for _ in range(3)]
+    states = [[[[pinned_like(torch.zeros(COUNT, device=DEVICE)).fill_(7)]]] for _ in range(3)]
     visits = placement.visits(states, DEVICE)
     first = next(visits)
     placement.send([first[0][0] + 1], states[0][0])
