@@ -22,7 +22,10 @@ from bloomery.recipe.schema import Recipe
 FLAGS = {
     "completion": set(),
     "demo": {"--json", "--run-dir"},
-    "doctor": {"--probe", "--json", "--machine", "--explain", "--fix", "--bundle", "--docker"},
+    "doctor": {
+        *("--probe", "--json", "--machine", "--explain", "--fix", "--bundle", "--docker"),
+        *("--gpu-check", "--tiny", "--only", "--limit", "--output", "--by", "--yes", "-y"),
+    },
     "recipes list": set(),
     "recipes show": {"--model", "--data"},
     "recipes copy": set(),

@@ -1,8 +1,8 @@
 """Runs tests on the simulated device: python tests/device/run.py [--device DEVICE] [--current 1] [arguments of pytest].
 
 DEVICE is what `simulated_cards` reads: nvidia,2,4 or "amd:RX 6700 XT,1,12". With --build it only compiles;
-`sample` among the arguments is this folder and some tests of others, which `make test` runs. With --current 1 the
-process of the tests uses the second device, as rank 1 does, and the first one must stay empty.
+`sample` among the arguments is this folder and a test of another, which `make test` runs; `more` is tests of others.
+With --current 1 the process of the tests uses the second device, as rank 1 does, and the first one must stay empty.
 """
 
 import os
@@ -13,11 +13,15 @@ import simulated
 from simulated_cards import vendor_of
 
 # Tests of other folders that `run.py sample` adds to those of this one: a part of each that computes on a device.
-SAMPLE = (
+RESUMED = "train/test_loop.py::test_a_resumed_run_equals_the_undisturbed_one_bitwise"
+SAMPLE = (f"{RESUMED}[float32-adamw]",)
+# What `run.py more` adds, for `make soak`.
+MORE = (
     "infer/test_batched_completions.py",
-    "train/test_fine_tuning_options.py::test_a_noisy_run_resumes_bitwise_and_evaluates_without_noise",
-    "train/test_loop.py::test_a_resumed_run_equals_the_undisturbed_one_bitwise",
-    "train/test_rollouts.py::test_a_stopped_and_resumed_run_equals_the_uninterrupted_one",
+    "train/test_checkpoint.py",
+    "train/test_fine_tuning_options.py",
+    RESUMED,
+    "train/test_rollouts.py",
 )
 
 arguments = sys.argv[1:]
@@ -41,6 +45,9 @@ os.environ["PYTHONPATH"] += os.pathsep + str(here)  # for the plug-in of pytest
 if "sample" in arguments:
     arguments.remove("sample")
     arguments += [str(here), *(str(here.parent / test) for test in SAMPLE), "-rs"]
+if "more" in arguments:
+    arguments.remove("more")
+    arguments += [*(str(here.parent / test) for test in MORE), "-rs"]
 arguments = arguments or [str(here)]
 plugin = ["-p", "simulated_reports"]
 os.execv(sys.executable, [sys.executable, "-m", "pytest", *plugin, *arguments])

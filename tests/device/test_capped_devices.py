@@ -38,6 +38,7 @@ print(json.dumps(told))
 """
 
 
+@pytest.mark.soak
 def test_each_rank_has_the_cap_of_its_own_device() -> None:
     """The smaller is the second: a share of the first would let it take twice as much as there is."""
     plan_tests = Path(__file__).parents[1] / "plan"

@@ -31,7 +31,9 @@ def deterministic() -> Generator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("kind", ["grpo", "rloo", "ppo"])
+@pytest.mark.parametrize(
+    "kind", ["grpo", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("rloo", "ppo"))]
+)
 def test_a_run_on_completions_repeats_bitwise(recipe: Path, tmp_path: Path, kind: str) -> None:
     generations = 1 if kind == "ppo" else 4
     objective = f"{{kind: {kind}, num_generations: {generations}, max_completion_length: 8}}"

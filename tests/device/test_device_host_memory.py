@@ -75,6 +75,7 @@ def test_offloaded_states_pin_what_the_plan_counts(state_dtype: str) -> None:
     assert planned["optimizer states"] < 1.1 * model.optimizer_bytes("adamw", "float32")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_offloaded_activations_pin_what_the_plan_counts(checkpointing: str) -> None:
     rows = 33 if checkpointing == "full" else 9

@@ -90,7 +90,9 @@ def copies_are_not_waited_for(monkeypatch) -> None:
 
 def states_are_not_restored(monkeypatch) -> None:
     load = OptimizersContainer.load
-    monkeypatch.setattr(OptimizersContainer, "load", lambda self, _states, _scalars: load(self, {}, {}))
+    monkeypatch.setattr(
+        OptimizersContainer, "load", lambda self, _states, _scalars: load(self, {}, {})
+    )
 
 
 def tensor_is_kept(monkeypatch) -> None:
@@ -164,7 +166,9 @@ def test_each_part_has_a_fault():
 def test_a_part_finds_its_fault_and_nothing_without_it(name, rows_of_part, monkeypatch):
     rows = rows_of_part(name)
     healthy = outcome_of(rows)
-    assert healthy in ("ok", "skipped"), [row for row in rows if row.outcome not in ("ok", "skipped")]
+    assert healthy in ("ok", "skipped"), [
+        row for row in rows if row.outcome not in ("ok", "skipped")
+    ]
     if healthy == "skipped":
         pytest.skip(rows[0].message)
     plant, outcome = FAULTS[name]

@@ -120,6 +120,7 @@ def test_a_kernel_on_another_device_than_its_tensors() -> None:
 
 def test_out_of_memory_reads_as_the_vendors() -> None:
     """Texts of issues of PyTorch and ROCm; the first of them is what `train.recover` reads the size from."""
+    torch.cuda.set_per_process_memory_fraction(1.0, 0)  # else PyTorch's text names the share, too
     total = torch.cuda.get_device_properties(0).total_memory
     with pytest.raises(torch.OutOfMemoryError) as told:
         torch.empty(total, dtype=torch.uint8, device=DEVICE).new_empty(total)

@@ -12,7 +12,7 @@ import click
 from pydantic import BaseModel
 
 from bloomery.cli import cli
-from bloomery.hardware.specs import counted_gpu, find_gpu
+from bloomery.hardware.specs import find_gpus
 from bloomery.recipe.load import load_recipe, packaged
 from bloomery.recipe.schema import Recipe
 
@@ -86,7 +86,7 @@ def check_command(words: list[str]) -> None:
         check_key(word.partition("=")[0])
     for name in (word for option, word in itertools.pairwise(words) if option == "--gpu"):
         if name not in ("all", "NAME"):
-            find_gpu(counted_gpu(name)[0])
+            find_gpus(name)
     if words and words[0] in packaged() and command.name in ("plan", "train", "prepare"):
         load_recipe(words[0], [word for word in overrides if not word.endswith("=")])
 
