@@ -24,14 +24,17 @@ ALLOWED = {
 
 
 def vendor_names(source: str) -> list[str]:
-    """Names, attributes and strings of code that name a vendor or a type of device; prose, which has spaces, may."""
+    """Names, attributes and strings of code that name a vendor or a type of device.
+
+    Prose, which has spaces, may, and so may PyTorch's names of its operators.
+    """
     tree = ast.parse(source)
     docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     found = []
     for node in ast.walk(tree):
         match node:
             case ast.Constant(value=str(text)) if (
-                node not in docstrings and " " not in text.strip()
+                node not in docstrings and " " not in text.strip() and not text.startswith("aten::")
             ):
                 found.append(text)
             case ast.Attribute(attr=name) | ast.Name(id=name) | ast.arg(arg=name):
@@ -44,6 +47,7 @@ def vendor_names(source: str) -> list[str]:
 def test_a_vendor_in_code_is_seen_and_prose_is_not():
     code = '"""Of cuda."""\nif device == "cuda":\n    torch.cuda.synchronize()\nfix = "on AMD check iommu=pt"\n'
     assert vendor_names(code) == ["cuda", "cuda"]
+    assert vendor_names('kernels = ("aten::_math_for_mps", "mps")') == ["mps"]
     assert vendor_names("def may_use_nccl(is_hip, **_): f(rocm=1)") == [
         "may_use_nccl",
         "is_hip",
