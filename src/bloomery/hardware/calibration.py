@@ -5,7 +5,7 @@ import math
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
@@ -19,6 +19,7 @@ OWN = "this machine"  # as the contributor of local results
 STORED = 50  # local results
 CHECK_NOISE = 1.2  # two checks of one machine differ by up to this factor
 FILE = "measured.json"  # of local results
+Entry = TypeVar("Entry", bound=Frozen)
 
 
 class Point(Frozen):
@@ -74,7 +75,7 @@ def calibrations(machine: Machine) -> tuple[Calibration, ...]:
     other machines do not count without them.
     """
     device = device_of(machine)
-    results = (*reversed(_stored()), *contributed())
+    results = (*reversed(stored_entries(FILE, Calibration)), *contributed())
     same_name = (
         result
         for result in results
@@ -141,7 +142,9 @@ def store(result: Calibration) -> bool:
             json.dumps(calibration.model, sort_keys=True),
         )
 
-    results = [earlier for earlier in _stored() if key(earlier) != key(result)]
+    results = [
+        earlier for earlier in stored_entries(FILE, Calibration) if key(earlier) != key(result)
+    ]
     results.append(result.model_copy(update={"contributor": OWN}))
     return write_json(
         cache_folder() / FILE, [earlier.model_dump(mode="json") for earlier in results[-STORED:]]
@@ -175,14 +178,14 @@ def contributed_folder() -> Path:
     return packaged if packaged.is_dir() else Path(__file__).parents[3] / "benchmarks/calibration"
 
 
-def _stored() -> list[Calibration]:
-    """Damaged files and entries are skipped."""
+def stored_entries(file: str, kind: type[Entry]) -> list[Entry]:
+    """The entries of a JSON list in the cache folder. Damaged files and entries are skipped."""
     try:
-        content = json.loads((cache_folder() / FILE).read_bytes())
+        content = json.loads((cache_folder() / file).read_bytes())
     except (OSError, ValueError):
         return []
     results = []
     for entry in content if isinstance(content, list) else ():
         with suppress(ValidationError):
-            results.append(Calibration.model_validate(entry))
+            results.append(kind.model_validate(entry))
     return results

@@ -3,14 +3,10 @@
 Does not import torch.
 """
 
-import json
 import re
-from contextlib import suppress
-
-from pydantic import ValidationError
 
 from bloomery.core.files import cache_folder, write_json
-from bloomery.hardware.calibration import device_of
+from bloomery.hardware.calibration import device_of, stored_entries
 from bloomery.hardware.machine import Frozen, Machine
 
 STORED = 50  # results
@@ -41,7 +37,7 @@ def store_links(result: MeasuredLinks) -> bool:
 
     A run without a pipeline keeps what an earlier one measured of its edges.
     """
-    earlier = _stored()
+    earlier = stored_entries(FILE, MeasuredLinks)
     same = [links for links in earlier if _key(links) == _key(result)]
     if result.stage_gbs is None and same:
         result = result.model_copy(update={"stage_gbs": same[-1].stage_gbs})
@@ -54,7 +50,9 @@ def measured_links(machine: Machine, *, per_node: int, nodes: int) -> MeasuredLi
     """The result of so many devices like the one that training would use on this machine; None where none is stored."""
     device = device_of(machine)
     key = (device.name, device.arch, machine.host.cpu_name, per_node, nodes)
-    return next((links for links in _stored() if _key(links) == key), None)
+    return next(
+        (links for links in stored_entries(FILE, MeasuredLinks) if _key(links) == key), None
+    )
 
 
 def slowest_copy_gbs(machine: Machine) -> float | None:
@@ -68,16 +66,3 @@ def slowest_copy_gbs(machine: Machine) -> float | None:
 
 def _key(links: MeasuredLinks) -> tuple[object, ...]:
     return links.device, links.arch, links.cpu, links.per_node, links.nodes
-
-
-def _stored() -> list[MeasuredLinks]:
-    """Damaged files and entries are skipped."""
-    try:
-        content = json.loads((cache_folder() / FILE).read_bytes())
-    except (OSError, ValueError):
-        return []
-    results = []
-    for entry in content if isinstance(content, list) else ():
-        with suppress(ValidationError):
-            results.append(MeasuredLinks.model_validate(entry))
-    return results
