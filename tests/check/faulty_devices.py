@@ -16,8 +16,9 @@ from bloomery.check import examination, parts
 from bloomery.model import heads, norms, rope
 from bloomery.model.adapters.lora import LoraLinear
 from bloomery.model.attention import attend as attention
-from bloomery.model.decoder import Attention, Block
+from bloomery.model.decoder import Block
 from bloomery.model.io import quantized
+from bloomery.model.mixers.attention import Attention
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Lora, Quantize
 from bloomery.train.optim import adamw, muon

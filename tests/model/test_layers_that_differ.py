@@ -157,7 +157,7 @@ def test_a_cache_of_several_widths_continues_a_text() -> None:
         parts = [decoder(tokens, cache=cache).head for tokens in TOKENS.split((9, 1, 1, 9), 1)]
     assert_close(torch.cat(parts, 1), expected, atol=2e-6, rtol=1e-5)
     cached = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
-    assert cached == sum(layer.cached_values(20) for layer in layers(CONFIG))
+    assert cached == sum(layer.cached_bytes(20, 1) for layer in layers(CONFIG))
 
 
 def test_a_written_folder_is_read_with_its_config_and_tensors(tmp_path: Path) -> None:

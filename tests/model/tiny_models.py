@@ -96,6 +96,23 @@ CASES: dict[str, tuple[str, dict]] = {
         "Qwen3",
         SMALL | dict(head_dim=16, attention_bias=True, rope_parameters=YARN),
     ),
+    "qwen3.5": (
+        "Qwen3_5",
+        SMALL
+        | dict(
+            head_dim=16,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=8,
+            linear_value_head_dim=12,
+            layer_types=[
+                "linear_attention",
+                "full_attention",
+                "linear_attention",
+                "linear_attention",
+            ],
+        ),
+    ),
     "gemma": ("Gemma", SMALL | dict(head_dim=20)),
     "gemma-mqa-untied": (
         "Gemma",
@@ -154,17 +171,15 @@ CASES: dict[str, tuple[str, dict]] = {
 def tiny_reference(case: str) -> transformers.PreTrainedModel:
     """The same random weights at every call, large enough that every part of the model shows in the logits."""
     prefix, settings = CASES[case]
-    family = {"Gemma3": "Gemma3Text"}.get(prefix, prefix)
+    family = {"Gemma3": "Gemma3Text", "Qwen3_5": "Qwen3_5Text"}.get(prefix, prefix)
     config = getattr(transformers, f"{family}Config")(**settings, attn_implementation="eager")
     head = "GPT2LMHeadModel" if prefix == "GPT2" else f"{prefix}ForCausalLM"
     torch.manual_seed(0)
     model = getattr(transformers, head)(config).eval()
     for name, parameter in model.named_parameters():
-        centre = (
-            1.0
-            if parameter.ndim == 1 and "norm" in name and not prefix.startswith("Gemma")
-            else 0.0
-        )
+        has_offset = prefix.startswith(("Gemma", "Qwen3_5")) and "linear_attn" not in name
+        is_gain = parameter.ndim == 1 and "norm" in name and not has_offset
+        centre = 1.0 if is_gain else 0.0
         torch.nn.init.normal_(parameter, centre, 0.2)
     return model
 

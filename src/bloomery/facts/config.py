@@ -9,6 +9,7 @@ NormKind = Literal["rms", "rms_unit_offset", "layer"]
 QueryNorm = Literal["none", "head", "full"]  # of queries and keys
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 RopeKind = Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
+Mixer = Literal["attention", "delta_net", "short_convolution"]  # mixes the tokens of a sequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,37 @@ class Experts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeltaNet:
+    """The sizes of gated delta nets (arXiv:2412.06464), which keep a matrix per head in place of keys and values.
+
+    Each key head serves num_value_heads / num_key_heads consecutive value heads. `kernel`: the tokens that the
+    convolution before them sees, the own one included.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    kernel: int = 4
+
+    @property
+    def key_width(self) -> int:
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_width(self) -> int:
+        return self.num_value_heads * self.value_head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortConvolution:
+    """A gated convolution over the last `kernel` tokens, each number by itself, as in LFM2 (arXiv:2511.23404)."""
+
+    kernel: int
+    bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerSizes:
     """The sizes of one layer, in a model whose layers differ in them. The fields mean what a ModelConfig's do."""
 
@@ -100,6 +132,8 @@ class ModelConfig:
     gated_mlp: bool = True
     attention_bias: bool = False
     output_bias: bool = False
+    # q_proj computes, beside the query of each head, a gate of its output
+    attention_gate: bool = False
     mlp_bias: bool = False
     positions: Literal["rotary", "learned"] = "rotary"
     rope_theta: float = 10_000.0
@@ -108,6 +142,9 @@ class ModelConfig:
     local_rope_theta: float | None = None  # layers with a sliding window, where it differs
     rotary_layers: tuple[bool, ...] = ()  # layers that rotate at all; empty: every one
     sliding_window: tuple[int | None, ...] = ()  # per layer; empty: none
+    mixers: tuple[Mixer, ...] = ()  # per layer; empty: attention in every one
+    delta_net: DeltaNet | None = None  # of the layers that have one
+    short_convolution: ShortConvolution | None = None
     layer_sizes: tuple[LayerSizes, ...] = ()  # per layer; empty: the sizes above hold for every one
     attention_scale: float | None = None  # None: head_dim ** -0.5
     attention_softcap: float | None = None
@@ -199,10 +236,16 @@ def checked_config(config: ModelConfig, *, where: str) -> ModelConfig:
     )
     for sizes in dict.fromkeys((common_sizes, *config.layer_sizes)):
         problem = problem or _size_problem(config, sizes)
-    for name in ("sliding_window", "rotary_layers", "layer_sizes"):
+    for name in ("sliding_window", "rotary_layers", "layer_sizes", "mixers"):
         entries = getattr(config, name)
         if problem is None and entries and len(entries) != config.num_layers:
             problem = f"{name} has {len(entries)} entries for {config.num_layers} layers"
+    delta_net = config.delta_net
+    if delta_net is not None and delta_net.num_value_heads % delta_net.num_key_heads:
+        problem = (
+            f"{delta_net.num_value_heads} value heads of the delta net do not divide among"
+            f" {delta_net.num_key_heads} key heads"
+        )
     if problem:
         raise UserError(problem, where=where, fix="change one of the two values")
     return config

@@ -2,19 +2,32 @@
 
 `layers` is the one description of a model's layers, which may differ in all of it: the decoder is built from it, and
 planner, adapters, caches, kernels and exports read it. A layer that does something else than attention is another
-mixer: a name in `Mixer`, its matrices here, its module in `model.decoder`.
+mixer: a name in `config.Mixer`, its parameters here, its module in `model.mixers`.
 """
 
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal
+from types import MappingProxyType
 
-from bloomery.facts.config import Experts, LayerSizes, ModelConfig, RopeScaling, TransformersBackend
+from bloomery.facts.config import (
+    DeltaNet,
+    Experts,
+    LayerSizes,
+    Mixer,
+    ModelConfig,
+    RopeScaling,
+    ShortConvolution,
+    TransformersBackend,
+)
 
 Shape = tuple[int, ...]
-Mixer = Literal["attention"]  # what mixes the tokens of a sequence
+# What a layer calls the module of its mixer, as transformers does.
+MIXER_MODULES: Mapping[Mixer, str] = MappingProxyType(
+    {"attention": "self_attn", "delta_net": "linear_attn", "short_convolution": "conv"}
+)
+STATE_BYTES = 4  # of a number of a delta net's state, which is float32 in every precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +59,13 @@ class Layer:
 
     `shapes`: its parameters by their names inside it, in the order of `Block.named_parameters`. `intermediate_size`:
     the width of its MLP, or of the experts that one token meets. `window`: how many keys, itself included, a query
-    sees; None: all of them. `rotation`: None where positions do not turn its heads.
+    sees; None: all of them. `rotation`: None where positions do not turn its heads. A layer with another mixer than
+    attention has no heads, and `delta_net` or `short_convolution`.
     """
 
     number: int
     mixer: Mixer
+    hidden_size: int
     matrices: tuple[Matrix, ...]
     shapes: tuple[tuple[str, Shape], ...]
     num_heads: int
@@ -61,6 +76,8 @@ class Layer:
     intermediate_size: int
     gated_mlp: bool
     window: int | None = None
+    delta_net: DeltaNet | None = None
+    short_convolution: ShortConvolution | None = None
     idle_parameters: int = 0  # of the experts that a token does not meet
     expert_share: float = 1.0  # of the experts, how many a token meets
     expert_products: int = 0  # multiply-adds of a token in its experts and their router
@@ -82,10 +99,17 @@ class Layer:
     def key_width(self) -> int:
         return self.num_kv_heads * self.head_dim
 
-    def cached_values(self, tokens: int) -> int:
-        """The numbers that its keys and values of a text of so many tokens are."""
+    def cached_bytes(self, tokens: int, itemsize: int) -> int:
+        """What a text of so many tokens leaves in the cache: keys and values, or a state of constant size."""
+        if self.delta_net is not None:
+            sizes = self.delta_net
+            state = sizes.num_value_heads * sizes.key_head_dim * sizes.value_head_dim
+            convolved_width = 2 * sizes.key_width + sizes.value_width
+            return STATE_BYTES * state + itemsize * (sizes.kernel - 1) * convolved_width
+        if self.short_convolution is not None:
+            return itemsize * (self.short_convolution.kernel - 1) * self.hidden_size
         seen_tokens = tokens if self.window is None else min(tokens, self.window)
-        return 2 * self.key_width * seen_tokens
+        return itemsize * 2 * self.key_width * seen_tokens
 
     @property
     def total_parameters(self) -> int:
@@ -108,8 +132,14 @@ def layers(config: ModelConfig) -> tuple[Layer, ...]:
     return tuple(_layer(config, index) for index in range(config.num_layers))
 
 
+def attention_layers(config: ModelConfig) -> tuple[Layer, ...]:
+    """Those of `layers` that have attention."""
+    return tuple(layer for layer in layers(config) if layer.mixer == "attention")
+
+
 def _layer(config: ModelConfig, index: int) -> Layer:
-    sizes = _sizes_of_layer(config, index)
+    mixer = config.mixers[index] if config.mixers else "attention"
+    sizes = _sizes_of_layer(config, index, mixer)
     window = config.sliding_window[index] if config.sliding_window else None
     idle_parameters = 0
     expert_share = 1.0
@@ -124,8 +154,8 @@ def _layer(config: ModelConfig, index: int) -> Layer:
         )
         matrices = tuple(_matrices_of_shapes(config.transformers_backend, dict(shapes)))
     else:
-        matrices = tuple(_matrices(config, sizes))
-        shapes = tuple(_block_shapes(config, sizes, matrices))
+        matrices = tuple(_matrices(config, sizes, mixer))
+        shapes = tuple(_block_shapes(config, sizes, mixer, matrices))
         if config.experts is not None:
             shapes += tuple(_expert_shapes(config, sizes, config.experts))
             idle_parameters, expert_products = _expert_work(config, config.experts)
@@ -133,17 +163,20 @@ def _layer(config: ModelConfig, index: int) -> Layer:
     scale = config.attention_scale
     return Layer(
         number=index,
-        mixer="attention",
+        mixer=mixer,
+        hidden_size=config.hidden_size,
         matrices=matrices,
         shapes=shapes,
         num_heads=sizes.num_heads,
         num_kv_heads=sizes.num_kv_heads,
         head_dim=sizes.head_dim,
-        attention_scale=sizes.head_dim**-0.5 if scale is None else scale,
-        rotation=_rotation(config, sizes, index, window),
+        attention_scale=max(sizes.head_dim, 1) ** -0.5 if scale is None else scale,
+        rotation=_rotation(config, sizes, index, window) if mixer == "attention" else None,
         intermediate_size=sizes.intermediate_size,
         gated_mlp=config.gated_mlp,
         window=window,
+        delta_net=config.delta_net if mixer == "delta_net" else None,
+        short_convolution=config.short_convolution if mixer == "short_convolution" else None,
         idle_parameters=idle_parameters,
         expert_share=expert_share,
         expert_products=expert_products,
@@ -160,7 +193,12 @@ def _matrices_of_shapes(
             yield Matrix(name, outputs, inputs, has_bias)
 
 
-def _sizes_of_layer(config: ModelConfig, index: int) -> LayerSizes:
+def _sizes_of_layer(config: ModelConfig, index: int, mixer: Mixer) -> LayerSizes:
+    if mixer != "attention":
+        inner_width = config.intermediate_size
+        if config.layer_sizes:
+            inner_width = config.layer_sizes[index].intermediate_size
+        return LayerSizes(num_heads=0, num_kv_heads=0, head_dim=0, intermediate_size=inner_width)
     if config.layer_sizes:
         return config.layer_sizes[index]
     return LayerSizes(
@@ -186,13 +224,13 @@ def _rotation(
 
 def head_widths(config: ModelConfig) -> tuple[int, ...]:
     """Every width that heads of the model have, the widest first: a kernel is compiled for each."""
-    return tuple(sorted({layer.head_dim for layer in layers(config)}, reverse=True))
+    return tuple(sorted({layer.head_dim for layer in attention_layers(config)}, reverse=True))
 
 
 def layers_by_attention(config: ModelConfig) -> tuple[Layer, ...]:
     """The first layer of each kind of attention: those alike in heads, window and scale call the same kernel."""
     first_layers: dict[tuple[float | None, ...], Layer] = {}
-    for layer in layers(config):
+    for layer in attention_layers(config):
         heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
         first_layers.setdefault((*heads, layer.attention_scale, layer.window), layer)
     return tuple(first_layers.values())
@@ -238,10 +276,18 @@ def _named_shapes(config: ModelConfig) -> tuple[tuple[str, Shape], ...]:
 
 
 def _block_shapes(
-    config: ModelConfig, sizes: LayerSizes, matrices: tuple[Matrix, ...]
+    config: ModelConfig, sizes: LayerSizes, mixer: Mixer, matrices: tuple[Matrix, ...]
 ) -> Iterator[tuple[str, Shape]]:
     for name in config.block_norms:
         yield from _norm_shapes(config, name, config.hidden_size)
+    if mixer == "delta_net" and config.delta_net is not None:
+        yield from _delta_net_shapes(config.delta_net)
+    if mixer == "short_convolution" and config.short_convolution is not None:
+        yield from _convolution_shapes(
+            "conv.conv", config.hidden_size, config.short_convolution.kernel
+        )
+        if config.short_convolution.bias:
+            yield "conv.conv.bias", (config.hidden_size,)
     for matrix in matrices:
         yield f"{matrix.name}.weight", (matrix.outputs, matrix.inputs)
         if matrix.bias:
@@ -252,6 +298,20 @@ def _block_shapes(
             key_heads = sizes.num_kv_heads if over_all_heads else 1
             yield from _norm_shapes(config, "self_attn.q_norm", query_heads * sizes.head_dim)
             yield from _norm_shapes(config, "self_attn.k_norm", key_heads * sizes.head_dim)
+
+
+def _delta_net_shapes(sizes: DeltaNet) -> Iterator[tuple[str, Shape]]:
+    """The parameters of a delta net that are no matrices."""
+    yield "linear_attn.dt_bias", (sizes.num_value_heads,)
+    yield "linear_attn.A_log", (sizes.num_value_heads,)
+    convolved_width = 2 * sizes.key_width + sizes.value_width
+    yield from _convolution_shapes("linear_attn.conv1d", convolved_width, sizes.kernel)
+    yield "linear_attn.norm.weight", (sizes.value_head_dim,)
+
+
+def _convolution_shapes(name: str, width: int, kernel: int) -> Iterator[tuple[str, Shape]]:
+    """As PyTorch keeps the weight of a convolution of each number by itself."""
+    yield f"{name}.weight", (width, 1, kernel)
 
 
 def _norm_shapes(config: ModelConfig, name: str, width: int) -> Iterator[tuple[str, Shape]]:
@@ -289,22 +349,48 @@ def _expert_work(config: ModelConfig, experts: Experts) -> tuple[int, int]:
     )
 
 
-def _matrices(config: ModelConfig, sizes: LayerSizes) -> Iterator[Matrix]:
+def _matrices(config: ModelConfig, sizes: LayerSizes, mixer: Mixer) -> Iterator[Matrix]:
     """The linear maps of a layer of the native decoder."""
     width = config.hidden_size
     inner = sizes.intermediate_size
-    query_width = sizes.num_heads * sizes.head_dim
-    key_width = sizes.num_kv_heads * sizes.head_dim
-    yield Matrix("self_attn.q_proj", query_width, width, config.attention_bias)
-    yield Matrix("self_attn.k_proj", key_width, width, config.attention_bias)
-    yield Matrix("self_attn.v_proj", key_width, width, config.attention_bias)
-    yield Matrix("self_attn.o_proj", width, query_width, config.output_bias)
+    match mixer:
+        case "attention":
+            yield from _attention_matrices(config, sizes)
+        case "delta_net":
+            assert config.delta_net is not None
+            yield from _delta_net_matrices(width, config.delta_net)
+        case "short_convolution":
+            assert config.short_convolution is not None
+            bias = config.short_convolution.bias
+            yield Matrix("conv.in_proj", 3 * width, width, bias)
+            yield Matrix("conv.out_proj", width, width, bias)
     if config.experts is not None:
         return
     if config.gated_mlp:
         yield Matrix("mlp.gate_proj", inner, width, config.mlp_bias)
     yield Matrix("mlp.up_proj", inner, width, config.mlp_bias)
     yield Matrix("mlp.down_proj", width, inner, config.mlp_bias)
+
+
+def _attention_matrices(config: ModelConfig, sizes: LayerSizes) -> Iterator[Matrix]:
+    width = config.hidden_size
+    query_width = sizes.num_heads * sizes.head_dim
+    key_width = sizes.num_kv_heads * sizes.head_dim
+    gated_width = 2 * query_width if config.attention_gate else query_width
+    yield Matrix("self_attn.q_proj", gated_width, width, config.attention_bias)
+    yield Matrix("self_attn.k_proj", key_width, width, config.attention_bias)
+    yield Matrix("self_attn.v_proj", key_width, width, config.attention_bias)
+    yield Matrix("self_attn.o_proj", width, query_width, config.output_bias)
+
+
+def _delta_net_matrices(width: int, sizes: DeltaNet) -> Iterator[Matrix]:
+    """Of queries, keys and values together; of the output's gate z, of the strength of writing b, of the decay a."""
+    convolved_width = 2 * sizes.key_width + sizes.value_width
+    yield Matrix("linear_attn.in_proj_qkv", convolved_width, width, False)
+    yield Matrix("linear_attn.in_proj_z", sizes.value_width, width, False)
+    yield Matrix("linear_attn.in_proj_b", sizes.num_value_heads, width, False)
+    yield Matrix("linear_attn.in_proj_a", sizes.num_value_heads, width, False)
+    yield Matrix("linear_attn.out_proj", width, sizes.value_width, False)
 
 
 @cache

@@ -34,6 +34,11 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
+# Flags of families that have one key for both.
+BIASES = MappingProxyType({"attention_bias": "attention_bias", "output_bias": "attention_bias"})
+# Modules whose matrices some families store as one.
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,10 @@
 `windows_*` read the window of each layer, `*_scale` and `rotating_layers` other facts; `write_*` undo both.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
-from bloomery.facts.config import ModelConfig
+from bloomery.facts.config import DeltaNet, Mixer, ModelConfig
 from bloomery.facts.config_fields import Fields, HfKeys, ModelFacts
 
 
@@ -126,6 +127,65 @@ def write_smollm3(config: ModelConfig) -> HfKeys:
         "no_rope_layers": [int(turns) for turns in rotating],
     }
     return layer_types(config) | slides
+
+
+# What `layer_types` of hybrid models calls our mixers; a layer with a window has attention, too.
+MIXER_TYPES: Mapping[str, Mixer] = MappingProxyType(
+    {
+        "full_attention": "attention",
+        "sliding_attention": "attention",
+        "linear_attention": "delta_net",
+        "conv": "short_convolution",
+    }
+)
+
+
+def mixers_by_type(fields: Fields, layers: int, kind: Callable[[int], str]) -> tuple[Mixer, ...]:
+    """From `layer_types`, or by the family's own rule in files that do not have it."""
+    types = fields.entries("layer_types", layers) or [kind(number) for number in range(layers)]
+    if unknown := set(types) - MIXER_TYPES.keys():
+        raise fields.refuse("layer_types", f"without {sorted(map(str, unknown))[0]}")
+    return tuple(MIXER_TYPES[kind] for kind in types)
+
+
+def delta_net_of(fields: Fields) -> DeltaNet:
+    def size(key: str) -> int:
+        return fields.size(f"linear_{key}", 2**16)
+
+    return DeltaNet(
+        num_key_heads=size("num_key_heads"),
+        num_value_heads=size("num_value_heads"),
+        key_head_dim=size("key_head_dim"),
+        value_head_dim=size("value_head_dim"),
+        kernel=size("conv_kernel_dim"),
+    )
+
+
+def qwen3_5_mixers(fields: Fields, facts: ModelFacts) -> ModelFacts:
+    """Gated delta nets, with attention in each fourth layer."""
+    interval = fields.size("full_attention_interval", 2**12, default=4)
+    return {
+        "mixers": mixers_by_type(
+            fields,
+            facts["num_layers"],
+            lambda n: "linear_attention" if (n + 1) % interval else "full_attention",
+        ),
+        "delta_net": delta_net_of(fields),
+    }
+
+
+def write_qwen3_5(config: ModelConfig) -> HfKeys:
+    sizes = config.delta_net
+    assert sizes is not None
+    names: dict[Mixer, str] = {"attention": "full_attention", "delta_net": "linear_attention"}
+    return {
+        "layer_types": [names[mixer] for mixer in config.mixers],
+        "linear_num_key_heads": sizes.num_key_heads,
+        "linear_num_value_heads": sizes.num_value_heads,
+        "linear_key_head_dim": sizes.key_head_dim,
+        "linear_value_head_dim": sizes.value_head_dim,
+        "linear_conv_kernel_dim": sizes.kernel,
+    }
 
 
 def write_phi3(config: ModelConfig) -> HfKeys:

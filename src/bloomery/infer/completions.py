@@ -134,14 +134,22 @@ def sample_completions(
 
 
 def _read(decoder: Decoder, prompts: Sequence[Sequence[int]], first: int) -> _Prefixes:
-    """The prompts from `first` on, as many as are read at once; one alone where a window drops tokens of it."""
-    window = min(layer.capacity for layer in Cache(decoder.config, max(map(len, prompts))).layers)
+    """The prompts from `first` on, as many as are read at once.
+
+    Of several lengths only where their padding can be cut off again: not where a window drops tokens of them, and not
+    from the state of a layer without attention.
+    """
+    window = Cache(decoder.config, max(map(len, prompts))).keeps_all
     longest = len(prompts[first])
     end = first + 1
-    while end < len(prompts) and longest <= window:
-        longest = max(longest, len(prompts[end]))
-        if longest > window or longest * (end + 1 - first) > PROMPT_TOKENS:
+    while end < len(prompts):
+        next_longest = max(longest, len(prompts[end]))
+        is_padded = not longest == next_longest == len(prompts[end])
+        if is_padded and next_longest > window:
             break
+        if next_longest * (end + 1 - first) > PROMPT_TOKENS:
+            break
+        longest = next_longest
         end += 1
     read_prompts = [list(ids) for ids in prompts[first:end]]
     longest = max(map(len, read_prompts))

@@ -302,8 +302,8 @@ def _refuse_full(
 
 
 def _cache_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
-    """Keys and values of one text of so many tokens; a layer with a window keeps no more."""
-    return itemsize * sum(layer.cached_values(tokens) for layer in layers(config))
+    """What the layers keep of one text of so many tokens."""
+    return sum(layer.cached_bytes(tokens, itemsize) for layer in layers(config))
 
 
 def _working_bytes(decoder: Decoder, itemsize: int) -> int:

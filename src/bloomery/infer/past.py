@@ -97,19 +97,8 @@ class Past:
         """Makes the slots from `first` on those prompts, which are in the slots `source_slots` of another cache."""
         slot = first
         for source_slot, equal_slots in groupby(source_slots):
-            length = cache.lengths[source_slot]
             end = slot + len(list(equal_slots))
-            for source, target in zip(cache.layers, self.cache.layers, strict=True):
-                assert source.keys is not None and source.values is not None
-                keys, values = target.memory(
-                    source.keys.shape[1], source.keys.shape[3], source.keys
-                )
-                num_keys = min(length, source.capacity)  # a sliding window keeps the last ones
-                keys[slot:end, :, :num_keys] = source.keys[source_slot, :, :num_keys]
-                values[slot:end, :, :num_keys] = source.values[source_slot, :, :num_keys]
-            for filled_slot in range(slot, end):
-                self.cache.cut(0, filled_slot)
-            self.cache.append(slot, [length] * (end - slot))
+            self.cache.fill(range(slot, end), cache, source_slot)
             slot = end
         for slot, prompt in enumerate(prompts, first):
             self.ids[slot] = list(prompt)
@@ -164,15 +153,15 @@ class Past:
     def max_guesses(self, slots: int) -> int:
         """How many guessed tokens of each of the first slots one forward can check, and drop again.
 
-        A token that a window's ring has lost to a guess would not come back: all of them must fit.
+        A token that a window's ring has lost to a guess would not come back, nor a state before it: all of them must
+        fit.
         """
         if not is_length_independent(self.decoder.config) or (
             self.decoder.step is None and slots > 1
         ):
             return 0
         length = max(self.cache.lengths[:slots])
-        capacity = min(layer.capacity for layer in self.cache.layers)
-        return max(0, min(STEP_TOKENS // slots, capacity - length) - 1)
+        return max(0, min(STEP_TOKENS // slots, self.cache.keeps_all - length) - 1)
 
     def drop(self, slot: int, count: int) -> None:
         """Forgets the last tokens of a slot, guesses that `max_guesses` allowed."""

@@ -1,4 +1,6 @@
-"""Keys and values of the past, for generating tokens: slots for several texts, each with a length of its own.
+"""What layers keep of the past, for generating tokens: slots for several texts, each with a length of its own.
+
+Attention keeps keys and values; a layer with another mixer a state, which does not grow with the text.
 
 B texts, T new tokens, S tokens that the new ones see, K key/value heads, E head width.
 """
@@ -109,6 +111,69 @@ class LayerCache:
         """How many keys, the first ones, the new token of each slot sees: int32 [B]. None: all of them."""
         return None if self.cache.equal_lengths else self.cache.num_keys(self.capacity, device)
 
+    def fill(self, rows: range, source: "LayerCache", source_slot: int, length: int) -> None:
+        """Makes each of the slots `rows` the first `length` tokens of a slot of another cache."""
+        assert source.keys is not None and source.values is not None
+        keys, values = self.memory(source.keys.shape[1], source.keys.shape[3], source.keys)
+        num_keys = min(length, source.capacity)  # a sliding window keeps the last ones
+        keys[rows.start : rows.stop, :, :num_keys] = source.keys[source_slot, :, :num_keys]
+        values[rows.start : rows.stop, :, :num_keys] = source.values[source_slot, :, :num_keys]
+
+    def zero(self, slot: int) -> None:
+        for tensor in (self.keys, self.values):
+            if tensor is not None:
+                tensor[slot].zero_()
+
+    def swap(self, slot: int, other_slot: int, length: int) -> None:
+        """Exchanges two slots of at most `length` tokens."""
+        num_keys = min(length, self.capacity)
+        for tensor in (self.keys, self.values):
+            if tensor is not None:
+                _swap(tensor[slot, :, :num_keys], tensor[other_slot, :, :num_keys])
+
+
+@final
+class StateCache:
+    """One layer's state of each text, [slots, ...] by name; it holds all tokens so far, and none can be taken out."""
+
+    def __init__(self, cache: "Cache") -> None:
+        self.cache = cache
+        self._states: dict[str, Tensor] = {}
+
+    def current(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """The states of the current slots, [B, *shape], to be overwritten in place; zeros where a text begins.
+
+        The first call makes them, in the dtype and on the device of `like`.
+        """
+        if name not in self._states:
+            self._states[name] = like.new_zeros(self.cache.slots, *shape)
+        rows = self.cache.rows
+        return self._states[name][rows.start : rows.stop]
+
+    def fill(self, rows: range, source: "StateCache", source_slot: int) -> None:
+        """Makes each of the slots `rows` a slot of another cache."""
+        for name, states in source._states.items():
+            if name not in self._states:
+                self._states[name] = states.new_zeros(self.cache.slots, *states.shape[1:])
+            self._states[name][rows.start : rows.stop] = states[source_slot]
+
+    def zero(self, slot: int) -> None:
+        for states in self._states.values():
+            states[slot].zero_()
+
+    def swap(self, slot: int, other_slot: int, length: int) -> None:
+        """Exchanges two slots."""
+        del length
+        for states in self._states.values():
+            _swap(states[slot], states[other_slot])
+
+
+def _swap(numbers: Tensor, other_numbers: Tensor) -> None:
+    # A list of both slots as an index would be sent to the device, and the host would wait.
+    own_numbers = numbers.clone()
+    numbers.copy_(other_numbers)
+    other_numbers.copy_(own_numbers)
+
 
 @final
 class Cache:
@@ -123,7 +188,10 @@ class Cache:
         self.slots = slots
         self.lengths = [0] * slots
         self.rows = range(1)
-        self.layers = [LayerCache(self, layer.window) for layer in layers(config)]
+        self.layers: list[LayerCache | StateCache] = [
+            LayerCache(self, layer.window) if layer.mixer == "attention" else StateCache(self)
+            for layer in layers(config)
+        ]
         self.pasts: list[Any] = [None] * slots  # the caches of transformers' layers
         self._shared = dict[tuple[str, int], Any]()  # of one forward: what layers share
 
@@ -131,6 +199,13 @@ class Cache:
     def length(self) -> int:
         """The tokens of the longest text among the current slots."""
         return max(self.lengths[row] for row in self.rows)
+
+    @property
+    def keeps_all(self) -> int:
+        """So many tokens of a text can be forgotten one by one: a window drops keys, and a state cannot be undone."""
+        if any(isinstance(layer, StateCache) for layer in self.layers):
+            return 0
+        return min(layer.capacity for layer in self.layers if isinstance(layer, LayerCache))
 
     @property
     def equal_lengths(self) -> bool:
@@ -158,10 +233,14 @@ class Cache:
         self._shared.clear()
 
     def cut(self, length: int, row: int = 0) -> bool:
-        """Forgets all but the first `length` tokens of a slot; False where a window has dropped some of these."""
+        """Forgets all but the first `length` tokens of a slot; False where the cache no longer has these alone."""
         old_length = self.lengths[row]
-        if 0 < length < old_length and any(old_length > layer.capacity for layer in self.layers):
+        if 0 < length < old_length and old_length > self.keeps_all:
             return False
+        if length == 0:  # a text begins with states of zero
+            for layer in self.layers:
+                if isinstance(layer, StateCache):
+                    layer.zero(row)
         if self.pasts[row] is not None and length == 0:
             self.pasts[row] = None
         elif self.pasts[row] is not None and length < old_length:
@@ -174,25 +253,25 @@ class Cache:
         self.cut(0, row)
         self._shared.clear()
         for layer in self.layers:
-            for tensor in (layer.keys, layer.values):
-                if tensor is not None:
-                    tensor[row].zero_()
+            layer.zero(row)
+
+    def fill(self, rows: range, source: "Cache", source_slot: int) -> None:
+        """Makes each of the slots the text in a slot of another cache of the same model."""
+        length = source.lengths[source_slot]
+        for row in rows:
+            self.cut(0, row)
+        for layer, source_layer in zip(self.layers, source.layers, strict=True):
+            if isinstance(layer, LayerCache) and isinstance(source_layer, LayerCache):
+                layer.fill(rows, source_layer, source_slot, length)
+            elif isinstance(layer, StateCache) and isinstance(source_layer, StateCache):
+                layer.fill(rows, source_layer, source_slot)
+        self.append(rows.start, [length] * len(rows))
 
     def swap(self, slot: int, other_slot: int) -> None:
         """Exchanges the contents of two slots."""
         length = max(self.lengths[slot], self.lengths[other_slot])
         for layer in self.layers:
-            num_keys = min(length, layer.capacity)
-            for tensor in (layer.keys, layer.values):
-                if tensor is not None:
-                    # A list of both slots as an index would be sent to the device, and the host would wait.
-                    numbers, other_numbers = (
-                        tensor[slot, :, :num_keys],
-                        tensor[other_slot, :, :num_keys],
-                    )
-                    own_numbers = numbers.clone()
-                    numbers.copy_(other_numbers)
-                    other_numbers.copy_(own_numbers)
+            layer.swap(slot, other_slot, length)
         lengths = self.lengths
         lengths[slot], lengths[other_slot] = lengths[other_slot], lengths[slot]
         pasts = self.pasts

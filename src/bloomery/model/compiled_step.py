@@ -18,14 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bloomery.facts.config import ModelConfig
-from bloomery.facts.counting import Layer, layers
+from bloomery.facts.counting import Layer, attention_layers, layers
 from bloomery.facts.limits import WEIGHTS_BLOCK
 from bloomery.model.adapters.lora import LoraLinear
-from bloomery.model.cache import STEP_TOKENS, Cache
-from bloomery.model.decoder import MLP, Attention, Backbone, Block, Decoder
+from bloomery.model.cache import STEP_TOKENS, Cache, LayerCache
+from bloomery.model.decoder import MLP, Backbone, Block, Decoder
 from bloomery.model.heads import capped
 from bloomery.model.io.quantized import QuantizedWeight, quantize_int8
 from bloomery.model.io.weights import QuantizedLinear
+from bloomery.model.mixers.attention import Attention
 from bloomery.model.native import Library, Uncompiled, library
 from bloomery.model.norms import LayerNorm, RMSNorm
 from bloomery.model.rope import Rotary
@@ -174,9 +175,7 @@ class CompiledStep:
             return True
         num_tokens = sum(map(len, tokens))
         max_length = max(cache.lengths[first + row] + len(ids) for row, ids in enumerate(tokens))
-        return num_tokens <= self._max_tokens and all(
-            max_length <= layer.capacity for layer in cache.layers
-        )
+        return num_tokens <= self._max_tokens and max_length <= cache.keeps_all
 
     def __call__(
         self, tokens: Sequence[Sequence[int]], first: int, cache: Cache, *, every: bool = False
@@ -233,6 +232,7 @@ class CompiledStep:
         for layer, described, layer_cache, table in zip(
             self._layers, described_layers, cache.layers, self._tables, strict=True
         ):
+            assert isinstance(layer_cache, LayerCache)
             keys, values = layer_cache.memory(
                 described.num_kv_heads, described.head_dim, embeddings
             )
@@ -377,6 +377,8 @@ def _unsupported(decoder: Decoder) -> str | None:
         return "it is not on a CPU"
     if config.rope_scaling is not None and config.rope_scaling.kind in ("dynamic", "longrope"):
         return "its positions depend on a text's length"
+    if config.attention_gate or len(attention_layers(config)) < config.num_layers:
+        return "its layers are not all plain attention"
     # One structure of the model holds the sizes of all layers.
     if len({_sizes(layer) for layer in layers(config)}) > 1 or len(_rotated_widths(config)) > 1:
         return "its layers differ in their sizes"

@@ -1,8 +1,8 @@
 """The decoder: tokens in, what the head makes of them out. Parameter names are those of transformers' Llama.
 
-From the inside out: attention and MLP, the block of both, the backbone of all blocks, the decoder with its head. A
-pipeline cuts the backbone into stages (`parallel.stage`), each on a device of its own; without one there is one stage,
-the whole model.
+From the inside out: a mixer (`model.mixers`) and an MLP, the block of both, the backbone of all blocks, the decoder
+with its head. A pipeline cuts the backbone into stages (`parallel.stage`), each on a device of its own; without one
+there is one stage, the whole model.
 
 B batch, T time, D width, H query heads, K key/value heads, E head width, S keys that are seen, F width inside the MLP,
 V vocabulary.
@@ -16,21 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bloomery.core.errors import UserError
-from bloomery.facts.config import ModelConfig, Stage, whole_model
-from bloomery.facts.counting import Layer, layers
-from bloomery.model.attention.attend import (
-    Backend,
-    DocumentBorders,
-    DocumentLayout,
-    attend,
-    decode,
-    layout_of,
-)
-from bloomery.model.cache import Cache, LayerCache
+from bloomery.facts.config import Mixer, ModelConfig, Stage, whole_model
+from bloomery.facts.counting import MIXER_MODULES, Layer, layers
+from bloomery.model.attention.attend import DocumentBorders, DocumentLayout, layout_of
+from bloomery.model.cache import Cache, LayerCache, StateCache
 from bloomery.model.compiled_scores import RowsOf
 from bloomery.model.heads import Head, Logits
+from bloomery.model.mixers.attention import Attention, SequenceExchange, plain_backend
+from bloomery.model.mixers.delta_net import GatedDeltaNet
 from bloomery.model.norms import build_norm
-from bloomery.model.rope import Frequencies, Rotary, rotary_tables, rotate
+from bloomery.model.rope import Frequencies, Rotary, rotary_tables
 from bloomery.model.transformers_backend import TransformersBackbone, output_matrix
 
 ALL_LOGITS = Logits()
@@ -49,110 +44,12 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class SequenceExchange(Protocol):
-    """Carries heads between ranks that share each sequence; each rank has some of its tokens (`parallel.context`).
-
-    Texts that are generated with a cache are not shared: each rank has its own.
-    """
-
-    size: int  # ranks that share a sequence
-
-    def to_heads(
-        self, q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """All tokens of this rank's share of the heads, from this rank's tokens of all heads."""
-
-    def to_tokens(self, y_BHTE: Tensor) -> Tensor:
-        """The way back: this rank's tokens of all heads."""
-
-
-def plain_backend(config: ModelConfig) -> str:
-    """The backend of `model.attention` that supports the config, also with the more keys than queries of a cache."""
-    return "sdpa" if config.attention_softcap is None else "math"
-
-
-class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, layer: Layer, backend: str) -> None:
-        super().__init__()
-        self.config = config
-        self.head_dim = layer.head_dim
-        self.window = layer.window
-        self.backend: str | Backend = backend
-        # One new token of each text goes to Triton's kernel for decoding.
-        self.decodes_with_kernel = backend == "triton"
-        self.exchange: SequenceExchange | None = None  # with ranks that share the sequences
-        self.scale = layer.attention_scale
-        width = config.hidden_size
-        query_width = layer.query_width
-        key_width = layer.key_width
-        self.q_proj = nn.Linear(width, query_width, bias=config.attention_bias)
-        self.k_proj = nn.Linear(width, key_width, bias=config.attention_bias)
-        self.v_proj = nn.Linear(width, key_width, bias=config.attention_bias)
-        self.o_proj = nn.Linear(query_width, width, bias=config.output_bias)
-        if config.qk_norm == "head":
-            self.q_norm = build_norm(config, layer.head_dim)
-            self.k_norm = build_norm(config, layer.head_dim)
-        elif config.qk_norm == "full":
-            self.q_norm = build_norm(config, query_width)
-            self.k_norm = build_norm(config, key_width)
-
-    def forward(
-        self, x_BTD: Tensor, rotary: Rotary | None, layout: DocumentLayout, cache: LayerCache | None
-    ) -> Tensor:
-        # All heads next to each other: q is [B, T, H E], k and v are [B, T, K E].
-        config = self.config
-        q = self.q_proj(x_BTD)
-        k = self.k_proj(x_BTD)
-        v = self.v_proj(x_BTD)
-
-        # Queries and keys are normed over all heads at once, or, once split into heads, each by itself. Norm and
-        # rotation both compute in float32: nothing is rounded between them.
-        norm_dtype = v.dtype if rotary is None else torch.promote_types(v.dtype, torch.float32)
-        if config.qk_norm == "full":
-            q = self.q_norm(q, norm_dtype)
-            k = self.k_norm(k, norm_dtype)
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
-        if config.qk_norm == "head":
-            q = self.q_norm(q, norm_dtype)
-            k = self.k_norm(k, norm_dtype)
-        if rotary is not None:
-            q = rotate(q, rotary, v.dtype)
-            k = rotate(k, rotary, v.dtype)
-        q_BHTE, k_BKTE, v_BKTE = (x.transpose(1, 2) for x in (q, k, v))
-
-        # While text is generated, the new tokens also see the keys and values of all tokens before, from a cache. Where
-        # its texts differ in length it also says which keys each one sees, windows included.
-        backend = self.backend
-        window = self.window
-        if cache is not None:
-            k_BKTE, v_BKTE, mask = cache.extend(k_BKTE, v_BKTE)
-            backend = plain_backend(config)
-            if mask is not None:
-                layout = DocumentLayout(mask_B1TS=mask)
-                window = None
-            if self.decodes_with_kernel and q_BHTE.shape[2] == 1:
-                backend = decode
-                layout = DocumentLayout(num_keys_B=cache.num_keys(q_BHTE.device))
-
-        # Other ranks may have the other tokens of these sequences: attention then sees all tokens of some of the heads.
-        exchange = self.exchange if cache is None else None
-        if exchange is not None:
-            q_BHTE, k_BKTE, v_BKTE = exchange.to_heads(q_BHTE, k_BKTE, v_BKTE)
-        y_BHTE = attend(
-            q_BHTE,
-            k_BKTE,
-            v_BKTE,
-            layout,
-            backend=backend,
-            window=window,
-            softcap=config.attention_softcap,
-            scale=self.scale,
-            dropout=config.attention_dropout if self.training else 0.0,
-        )
-        if exchange is not None:
-            y_BHTE = exchange.to_tokens(y_BHTE)
-        projected: Tensor = self.o_proj(y_BHTE.transpose(1, 2).flatten(2))
-        return projected
+# What mixes the tokens of a layer. Each is built of the config, the layer and the name of a backend of attention, and
+# computes [B, T, D] from [B, T, D], the layer's rotation, the layout of documents, and the layer's cache.
+MIXERS: dict[Mixer, Callable[[ModelConfig, Layer, str], nn.Module]] = {
+    "attention": Attention,
+    "delta_net": GatedDeltaNet,
+}
 
 
 class MLP(nn.Module):
@@ -180,39 +77,47 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One layer. `config.norm_placement` decides which norms exist; their names are transformers' for each case:
 
-    before (Llama)    input_layernorm, attention; post_attention_layernorm, MLP
-    after (OLMo 2)    attention, post_attention_layernorm; MLP, post_feedforward_layernorm
-    both (Gemma 2)    input_layernorm, attention, post_attention_layernorm;
+    before (Llama)    input_layernorm, mixer; post_attention_layernorm, MLP
+    after (OLMo 2)    mixer, post_attention_layernorm; MLP, post_feedforward_layernorm
+    both (Gemma 2)    input_layernorm, mixer, post_attention_layernorm;
                       pre_feedforward_layernorm, MLP, post_feedforward_layernorm
+
+    The mixer is a module of the name that `counting.MIXER_MODULES` gives its kind.
     """
 
     input_layernorm: nn.Module
     post_attention_layernorm: nn.Module
     pre_feedforward_layernorm: nn.Module
     post_feedforward_layernorm: nn.Module
+    self_attn: Attention
 
     def __init__(self, config: ModelConfig, layer: Layer, backend: str) -> None:
         super().__init__()
+        self.kind = layer.kind
         self.placement = config.norm_placement
         self.dropout = config.residual_dropout
         for name in config.block_norms:
             self.add_module(name, build_norm(config, config.hidden_size))
-        self.self_attn = Attention(config, layer, backend)
+        self.add_module(MIXER_MODULES[layer.mixer], MIXERS[layer.mixer](config, layer, backend))
         self.mlp = MLP(config, layer)
+
+    @property
+    def mixer(self) -> nn.Module:
+        return self.get_submodule(MIXER_MODULES[self.kind.mixer])
 
     def forward(
         self,
         x_BTD: Tensor,
         rotary: Rotary | None,
         layout: DocumentLayout,
-        cache: LayerCache | None = None,
+        cache: LayerCache | StateCache | None = None,
     ) -> Tensor:
         norm_before = self.placement != "after"
         norm_after = self.placement != "before"
 
-        # Attention is added to the residual stream x.
+        # What the mixer makes is added to the residual stream x.
         y_BTD = self.input_layernorm(x_BTD) if norm_before else x_BTD
-        y_BTD = self.drop(self.self_attn(y_BTD, rotary, layout, cache))
+        y_BTD = self.drop(self.mixer(y_BTD, rotary, layout, cache))
         x_BTD = x_BTD + (self.post_attention_layernorm(y_BTD) if norm_after else y_BTD)
 
         # So is the MLP. Llama calls the norm before it post_attention_layernorm; with norms on both sides of attention,

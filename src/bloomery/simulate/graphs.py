@@ -37,9 +37,7 @@ def compile_blocks(blocks: Iterable[Block], tracker: MemoryTracker, *, selective
     """
     shared: dict[object, _Graphs] = {}
     for block in blocks:
-        graphs = shared.setdefault(
-            block.self_attn.window, _Graphs(block, tracker, selective=selective)
-        )
+        graphs = shared.setdefault(block.kind, _Graphs(block, tracker, selective=selective))
         block.forward = graphs.forward_of(block)  # type: ignore[method-assign]  # a seam of nn.Module
 
 

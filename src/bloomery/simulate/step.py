@@ -22,6 +22,7 @@ from bloomery.data.batch import Batch
 from bloomery.facts.attention import FLASH_LIKE
 from bloomery.facts.config import Stage
 from bloomery.model.decoder import Block, Decoder
+from bloomery.model.mixers.attention import Attention
 from bloomery.model.norms import RMSNorm, torch_rms_norm
 from bloomery.parallel.apply import apply
 from bloomery.parallel.context import HeadExchange
@@ -306,10 +307,10 @@ def _model_and_optimizer(
     _hand_in_norms(model, plan.train.device)
     blocks = [block for block in model.model.layers if isinstance(block, Block)]
     for block in blocks if train.device != "cpu" else ():
-        if attention in FLASH_LIKE and fused:
-            block.self_attn.backend = flash
-        elif attention in FLASH_LIKE | {"mask"}:
-            block.self_attn.backend = "math"
+        if isinstance(block.mixer, Attention) and attention in FLASH_LIKE and fused:
+            block.mixer.backend = flash
+        elif isinstance(block.mixer, Attention) and attention in FLASH_LIKE | {"mask"}:
+            block.mixer.backend = "math"
         block.forward = GpuFunctions.around(block.forward)  # type: ignore[method-assign]  # a seam of nn.Module
 
     # Compilation is simulated by graphs, and offloaded activations are not: they would need copies.

@@ -347,13 +347,17 @@ def _all_tensors(folder: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-# Prefixes of the language model of a multimodal one, as published and as transformers 5 names it; then of the rest.
+# Prefixes of the language model of a multimodal one, as published and as transformers 5 names it; then of what is not
+# read.
 LANGUAGE = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
 VISION = (
+    "visual.",
+    "model.visual.",
+    "mtp.",  # further layers that guess tokens; transformers does not read them either
     "vision_tower.",
     "multi_modal_projector.",
     "model.vision_tower.",

@@ -43,6 +43,7 @@ from bloomery.model.io.stored import (
     stored_parameters,
     tensor_locations,
 )
+from bloomery.model.norms import RMSNorm
 from bloomery.model.transformers_backend import TransformersBackbone, loaded_safely
 from bloomery.model.transformers_checks import TOLERANCE, check_head
 from bloomery.recipe.schema import Quantize
@@ -107,7 +108,13 @@ SHARD_BYTES = 4 * 2**30
 # Logits of deviation s cost s^2 / 2 nats over the ln V of knowing nothing: 0.2 at GPT-2's width of 1,024 with gain 1.
 LOGIT_DEVIATION = 0.3
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight", "lm_head.bias")
-RESIDUAL = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+RESIDUAL = (
+    "self_attn.o_proj.weight",
+    "linear_attn.out_proj.weight",
+    "conv.out_proj.weight",
+    "mlp.down_proj.weight",
+)
+LARGEST_DECAY = 16.0  # of a delta net's head: its A is drawn below it, as in transformers
 
 
 def load_decoder(
@@ -200,16 +207,21 @@ def init_weights(decoder: Decoder, seed: int) -> None:
 
     Each parameter has a random stream of its own, keyed by seed and name and drawn on the CPU in float32: the values
     depend neither on the device nor on which other parameters exist. Biases start at 0, gains at 1; the last norm's
-    gain at what keeps the first logits below a deviation of LOGIT_DEVIATION.
+    gain at what keeps the first logits below a deviation of LOGIT_DEVIATION. Heads of a delta net forget at rates
+    between 0 and LARGEST_DECAY.
     """
     config = decoder.config
-    offset = 1.0 if config.norm == "rms_unit_offset" else 0.0
     logit_deviation = config.initializer_range * config.hidden_size**0.5
     last_gain = min(1.0, LOGIT_DEVIATION / (logit_deviation or 1.0))
     for name, parameter in base_parameters(decoder):
         if name.endswith(".bias"):
             parameter.zero_()
+        elif name.endswith(".A_log"):
+            rates = torch.empty(parameter.shape).uniform_(generator=stream(seed, name))
+            put((rates * LARGEST_DECAY).clamp(min=0.01).log(), parameter)
         elif parameter.ndim == 1:
+            owner = decoder.get_submodule(name.rpartition(".")[0])
+            offset = 1.0 if isinstance(owner, RMSNorm) and owner.unit_offset else 0.0
             parameter.fill_((last_gain if name == "model.norm.weight" else 1.0) - offset)
         else:
             put(_drawn(name, parameter.shape, config, seed), parameter)

@@ -144,7 +144,7 @@ def sampling_parts(shape: RolloutShape) -> dict[str, float]:
     # Keys and values have the dtype of the embeddings on a CPU, whose compiled code widens them, of matmuls elsewhere.
     value_bytes = step.residual_bytes if not step.on_gpu else step.element_bytes
     cache_bytes = float(
-        value_bytes * sum(layer.cached_values(shape.slot_tokens) for layer in layers(config))
+        sum(layer.cached_bytes(shape.slot_tokens, value_bytes) for layer in layers(config))
     )
     logit_bytes = SAMPLED_LOGIT + (FILTERED_LOGIT if shape.filters else 0)
     if step.on_gpu:  # the CPU samples
