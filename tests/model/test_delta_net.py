@@ -110,7 +110,7 @@ def test_a_convolution_over_a_border_is_noticed(
                     patch.setattr(f"bloomery.model.mixers.{name}", lambda tap, _first, _n: tap)
                 else:
 
-                    def leaky(*inputs: Tensor, first_BT: Tensor, state_BHEF: None):  # noqa: ANN202
+                    def leaky(*inputs: Tensor, first_BT: Tensor, state_BHEF: None):
                         del first_BT
                         return chunked_delta_rule(*inputs, state_BHEF=state_BHEF)
 

@@ -113,6 +113,19 @@ CASES: dict[str, tuple[str, dict]] = {
             ],
         ),
     ),
+    "lfm2": ("Lfm2", SMALL | dict(layer_types=["conv", "full_attention", "conv", "conv"])),
+    "lfm2-bias": (
+        "Lfm2",
+        SMALL
+        | dict(
+            full_attn_idxs=[1, 3],
+            conv_bias=True,
+            conv_L_cache=5,
+            tie_word_embeddings=False,
+            block_multiple_of=8,
+            block_ffn_dim_multiplier=1.3,
+        ),
+    ),
     "gemma": ("Gemma", SMALL | dict(head_dim=20)),
     "gemma-mqa-untied": (
         "Gemma",

@@ -12,11 +12,17 @@ from types import MappingProxyType
 from bloomery.core.errors import UserError
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.family import Family
-from bloomery.facts.family_entries import gemma, gpt2, llama_like, qwen
+from bloomery.facts.family_entries import gemma, gpt2, lfm, llama_like, qwen
 from bloomery.facts.table import OpenTable
 
 FAMILIES: OpenTable[Family] = OpenTable(
-    {**llama_like.FAMILIES, **qwen.FAMILIES, **gemma.FAMILIES, **gpt2.FAMILIES}
+    {
+        **llama_like.FAMILIES,
+        **qwen.FAMILIES,
+        **gemma.FAMILIES,
+        **gpt2.FAMILIES,
+        **lfm.FAMILIES,
+    }
 )
 
 
@@ -43,7 +49,12 @@ EXPERT_FAMILIES: Mapping[str, ExpertFamily] = MappingProxyType(
 
 # The model_type of a multimodal model, and of its language model.
 MULTIMODAL: Mapping[str, str] = MappingProxyType(
-    {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen3_5": "qwen3_5_text"}
+    {
+        "gemma3": "gemma3_text",
+        "lfm2_vl": "lfm2",
+        "mistral3": "mistral",
+        "qwen3_5": "qwen3_5_text",
+    }
 )
 
 

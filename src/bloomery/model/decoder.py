@@ -24,6 +24,7 @@ from bloomery.model.compiled_scores import RowsOf
 from bloomery.model.heads import Head, Logits
 from bloomery.model.mixers.attention import Attention, SequenceExchange, plain_backend
 from bloomery.model.mixers.delta_net import GatedDeltaNet
+from bloomery.model.mixers.short_convolution import GatedShortConvolution
 from bloomery.model.norms import build_norm
 from bloomery.model.rope import Frequencies, Rotary, rotary_tables
 from bloomery.model.transformers_backend import TransformersBackbone, output_matrix
@@ -49,6 +50,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 MIXERS: dict[Mixer, Callable[[ModelConfig, Layer, str], nn.Module]] = {
     "attention": Attention,
     "delta_net": GatedDeltaNet,
+    "short_convolution": GatedShortConvolution,
 }
 
 

@@ -1,0 +1,108 @@
+"""Liquid AI's families: hybrids of short convolutions and attention."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from bloomery.facts.config import Mixer, ModelConfig, ShortConvolution
+from bloomery.facts.config_fields import LARGEST, Fields, HfKeys, ModelFacts
+from bloomery.facts.family import LLAMA_KEYS, Family, StoredNames
+from bloomery.facts.family_rules import mixers_by_type
+
+_NAMES = {
+    "input_layernorm": "operator_norm",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+    "model.norm": "model.embedding_norm",
+}
+
+
+def _lfm2_facts(fields: Fields, facts: ModelFacts) -> ModelFacts:
+    """Its own names of two keys win over the common ones, and its attention drops nothing, as in transformers."""
+    attention_layers = fields.get("full_attn_idxs")
+    if attention_layers is not None and not isinstance(attention_layers, list):
+        raise fields.refuse("full_attn_idxs", "a list of layers")
+    width = facts["intermediate_size"]
+    if fields.get("block_ff_dim") is not None:
+        width = fields.size("block_ff_dim", LARGEST["intermediate_size"])
+    tied = "tie_word_embeddings" if fields.get("tie_embedding") is None else "tie_embedding"
+    return {
+        "mixers": mixers_by_type(
+            fields,
+            facts["num_layers"],
+            lambda n: (
+                "full_attention" if attention_layers is None or n in attention_layers else "conv"
+            ),
+        ),
+        "short_convolution": ShortConvolution(
+            kernel=fields.size("conv_L_cache", 2**10), bias=fields.flag("conv_bias")
+        ),
+        "intermediate_size": _width_of_mlp(fields, width),
+        "tie_embeddings": fields.flag(tied),
+        "activation": "silu",
+        "attention_dropout": 0.0,
+    }
+
+
+def _width_of_mlp(fields: Fields, width: int) -> int:
+    """Two thirds of what the file states, times a factor, rounded up to a multiple; in that order, as transformers."""
+    if not fields.flag("block_auto_adjust_ff_dim"):
+        return width
+    width = 2 * width // 3
+    if fields.get("block_ffn_dim_multiplier") is None:
+        return width
+    width = int(fields.number("block_ffn_dim_multiplier", low=1e-6, high=1e3) * width)
+    multiple = fields.size("block_multiple_of", 2**16)
+    return multiple * -(-width // multiple)
+
+
+def _write_lfm2(config: ModelConfig) -> HfKeys:
+    names: dict[Mixer, str] = {"attention": "full_attention", "short_convolution": "conv"}
+    sizes = config.short_convolution
+    assert sizes is not None
+    return {
+        "layer_types": [names[mixer] for mixer in config.mixers],
+        "conv_L_cache": sizes.kernel,
+        "conv_bias": sizes.bias,
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "lfm2": Family(
+            "Lfm2ForCausalLM",
+            "LFM2",
+            {"qk_norm": "head"},
+            keys=MappingProxyType({**LLAMA_KEYS, "norm_eps": "norm_eps"}),
+            extra=_lfm2_facts,
+            write=_write_lfm2,
+            defaults={
+                "vocab_size": 65536,
+                "hidden_size": 2560,
+                "intermediate_size": 12288,
+                "num_hidden_layers": 32,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 8,
+                "max_position_embeddings": 128_000,
+                "norm_eps": 1e-5,
+                "hidden_act": "silu",
+                "rope_theta": 1e6,
+                "tie_word_embeddings": True,
+                "conv_L_cache": 3,
+                "block_auto_adjust_ff_dim": True,
+                "block_ffn_dim_multiplier": 1.0,
+                "block_multiple_of": 256,
+            },
+            stored=StoredNames(
+                renamed={
+                    **_NAMES,
+                    "post_attention_layernorm": "ffn_norm",
+                    "self_attn.o_proj": "self_attn.out_proj",
+                    "self_attn.q_norm": "self_attn.q_layernorm",
+                    "self_attn.k_norm": "self_attn.k_layernorm",
+                }
+            ),
+        ),
+    }
+)

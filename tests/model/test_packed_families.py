@@ -1,0 +1,61 @@
+"""Families whose layers see more than Llama's do: packed documents, gradients, the cache."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from packed_documents import documents, gradients_of, packed
+from tiny_models import saved_reference
+from torch.testing import assert_close
+
+from bloomery.model.cache import Cache
+from bloomery.model.io.stored import tensor_locations
+from bloomery.model.io.weights import load_decoder
+
+FAMILIES = ("lfm2", "lfm2-bias")
+ROWS = documents((23, 1, 30, 2, 5))
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_packed_documents_are_each_alone_to_the_last_digits_of_float64(
+    case: str, tmp_path: Path
+) -> None:
+    saved_reference(case, tmp_path)
+    decoder = load_decoder(tmp_path, attention="mask").double()
+    alone = torch.cat([decoder(row).head for row in ROWS], 1)
+    logits = packed(decoder, ROWS)
+    assert_close(logits, alone, atol=1e-12, rtol=0)
+    expected = gradients_of(decoder, alone)
+    for name, gradient in gradients_of(decoder, logits).items():
+        assert_close(gradient, expected[name], atol=1e-9, rtol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_every_gradient_is_that_of_transformers_on_each_document(case: str, tmp_path: Path) -> None:
+    their_model = saved_reference(case, tmp_path).double()
+    decoder = load_decoder(tmp_path, attention="mask").double()
+    expected = torch.cat([their_model(row).logits for row in ROWS], 1)
+    logits = packed(decoder, ROWS)
+    # Transformers' own norms and rotations are float32 in a float64 model, too.
+    assert_close(logits, expected, atol=1e-4, rtol=0)
+    their_gradients = gradients_of(their_model, expected)
+    stored_names = tensor_locations(decoder.config)
+    gradients = gradients_of(decoder, logits)
+    assert {stored_names[name].name for name in gradients} == set(their_gradients)
+    for name, gradient in gradients.items():
+        theirs = their_gradients[stored_names[name].name]
+        assert float((gradient - theirs).norm() / theirs.norm()) < 1e-4, name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", FAMILIES)
+def test_the_cache_continues_a_text(case: str, tmp_path: Path) -> None:
+    saved_reference(case, tmp_path)
+    decoder = load_decoder(tmp_path).double()
+    tokens = torch.randint(3, 131, (2, 40), generator=torch.Generator().manual_seed(2))
+    expected = decoder(tokens).head
+    for pieces in ((40,), (1,) * 40, (3, 1, 1, 30, 5)):
+        cache = Cache(decoder.config, 40, slots=2)
+        cache.rows = range(2)
+        logits = [decoder(piece, cache=cache).head for piece in tokens.split(list(pieces), 1)]
+        assert_close(torch.cat(logits, 1), expected, atol=1e-12, rtol=0)
