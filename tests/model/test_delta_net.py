@@ -8,10 +8,12 @@ from tiny_models import saved_reference
 from torch import Tensor
 from torch.testing import assert_close
 
+from bloomery.model.attention.attend import layout_of
 from bloomery.model.cache import Cache
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import load_decoder
 from bloomery.model.mixers.delta_rule import chunked_delta_rule, delta_rule_step
+from bloomery.parallel.apply import checkpoint_block
 
 LENGTHS = (37, 1, 64, 90, 5)
 
@@ -110,9 +112,9 @@ def test_a_convolution_over_a_border_is_noticed(
                     patch.setattr(f"bloomery.model.mixers.{name}", lambda tap, _first, _n: tap)
                 else:
 
-                    def leaky(*inputs: Tensor, first_BT: Tensor, state_BHEF: None):
+                    def leaky(*inputs: Tensor, first_BT: Tensor):
                         del first_BT
-                        return chunked_delta_rule(*inputs, state_BHEF=state_BHEF)
+                        return chunked_delta_rule(*inputs)
 
                     patch.setattr(f"bloomery.model.mixers.{name}", leaky)
                 leaks.append(float((packed(decoder, rows) - expected).abs().max()))
@@ -143,3 +145,50 @@ def test_a_used_slot_begins_a_new_text(tmp_path: Path) -> None:
     assert not cache.cut(10), "a state has no token to take out"
     assert cache.cut(0)
     assert_close(decoder(second, cache=cache).head, decoder(second).head, atol=2e-5, rtol=0)
+
+
+def test_heads_in_groups_compute_what_all_at_once_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Key heads one by one, each with the two value heads that share it."""
+    decoder, rows = packed_and_alone(tmp_path)
+    decoder.double()
+    logits = packed(decoder, rows)
+    expected = gradients_of(decoder, logits)
+    monkeypatch.setattr("bloomery.facts.limits.CPU_DELTA_VALUES", 1)
+    grouped_logits = packed(decoder, rows)
+    assert_close(grouped_logits, logits, atol=1e-12, rtol=0)
+    for name, gradient in gradients_of(decoder, grouped_logits).items():
+        assert_close(gradient, expected[name], atol=1e-9, rtol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective", "every-2"])
+def test_recomputed_layers_have_the_same_gradients(tmp_path: Path, mode: str) -> None:
+    """Bit for bit, and products inside a delta net are not kept where the results of matmuls are."""
+    decoder, rows = packed_and_alone(tmp_path)
+    expected = gradients_of(decoder, packed(decoder, rows))
+    for index, block in enumerate(decoder.model.layers):
+        checkpoint_block(block, mode, index=index)
+    for name, gradient in gradients_of(decoder, packed(decoder, rows)).items():
+        assert torch.equal(gradient, expected[name]), name
+
+
+def test_backward_keeps_the_projections_alone(tmp_path: Path) -> None:
+    """Of what is between a delta net's projections: nothing that is larger than one of them."""
+    decoder, _ = packed_and_alone(tmp_path)
+    mixer = decoder.model.layers[0].mixer
+    row_BTD = torch.randn(1, 200, decoder.config.hidden_size)
+    kept = dict[int, int]()
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    layout = layout_of(None, backend="math")
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        mixer(row_BTD, None, layout, None)
+    parameters = {p.untyped_storage().data_ptr() for p in mixer.parameters()}
+    sizes = mixer.sizes
+    projected = 2 * sizes.key_width + 2 * sizes.value_width + 2 * sizes.num_value_heads
+    width = decoder.config.hidden_size + projected + sizes.value_width
+    assert sum(size for pointer, size in kept.items() if pointer not in parameters) == 4 * 200 * width

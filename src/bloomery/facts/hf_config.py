@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from types import MappingProxyType
 from typing import Any, cast
 
 from bloomery.core.errors import UserError
@@ -192,14 +193,29 @@ def config_to_hf(config: ModelConfig) -> HfKeys:
     return raw_config
 
 
-def fresh_config(name: str, sizes: Mapping[str, Any], *, window: int | None = None) -> ModelConfig:
-    """A new model of a family, without dropout: `sizes` are facts that the family stores under a key of its own."""
+def has_delta_net(family: Family) -> bool:
+    """Whether layers of the family's models are gated delta nets, with sizes of their own."""
+    return "linear_num_key_heads" in family.defaults
+
+
+def fresh_config(
+    name: str,
+    sizes: Mapping[str, Any],
+    *,
+    window: int | None = None,
+    delta_net: Mapping[str, int] = MappingProxyType({}),
+) -> ModelConfig:
+    """A new model of a family, without dropout: `sizes` are facts that the family stores under a key of its own.
+
+    `delta_net`: fields of a `DeltaNet`, of a family that has them.
+    """
     keys = known_family(name).keys
     hf_sizes: HfKeys = {
         keys[native_name]: size for native_name, size in sizes.items() if native_name in keys
     }
     if window is not None:
         hf_sizes |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
+    hf_sizes |= {f"linear_{field}": size for field, size in delta_net.items()}
     config = config_from_hf({"model_type": name, **hf_sizes}, where="model")
     if window is not None and not config.sliding_window:
         fix = "leave it out, or choose mistral"

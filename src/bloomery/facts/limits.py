@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
 from bloomery.core.errors import UserError
-from bloomery.facts.config import ModelConfig
+from bloomery.facts.config import DeltaNet, ModelConfig
 
 # Entries of the vocabulary whose logits exist at once on a CPU: a thousand rows of them stay in the caches, so that the
 # passes between the matmuls cost little, and computing them twice is quicker than reading all 50,000 from memory.
@@ -22,6 +22,11 @@ ATTENTION_BLOCK = 256
 # Scores of such tiles that exist at once: as many as a CPU's caches hold, or enough to fill a GPU.
 CPU_SCORES = 2**20
 GPU_SCORES = 2**23
+
+# Values of keys and values that a delta net computes at once. Backward needs 14 float32 numbers for each, for a moment:
+# 120 MB on a CPU, 470 on a GPU, which is kept busy by them.
+CPU_DELTA_VALUES = 2**21
+GPU_DELTA_VALUES = 2**23
 
 # Values that a native optimizer works on at once: 16 million (64 MiB of float32) keep a GPU busy, 128 thousand
 # stay in a core's cache.
@@ -53,6 +58,15 @@ DEQUANTIZE_SCRATCH_BYTES = 6
 
 # Implementations of dequantization; the first two are native.
 Dequantizer = Literal["torch", "compiled", "bitsandbytes"]
+
+
+def delta_net_groups(sizes: DeltaNet, tokens: int, *, on_cpu: bool) -> int:
+    """In how many groups of equally many key heads, one after the other, a delta net computes its heads."""
+    width = sizes.num_value_heads * (sizes.key_head_dim + sizes.value_head_dim)
+    limit = CPU_DELTA_VALUES if on_cpu else GPU_DELTA_VALUES
+    fewest = math.ceil(tokens * width / limit)
+    divisors = (n for n in range(1, sizes.num_key_heads + 1) if sizes.num_key_heads % n == 0)
+    return next((n for n in divisors if n >= fewest), sizes.num_key_heads)
 
 
 def pinned_bytes(num_bytes: int) -> int:

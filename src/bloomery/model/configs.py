@@ -22,6 +22,7 @@ from bloomery.facts.hf_config import (
     config_from_hf,
     config_to_hf,
     fresh_config,
+    has_delta_net,
     text_part,
     unread_keys,
 )
@@ -364,6 +365,7 @@ def build_config(
         raise UserError(problem, where="model.implementation", fix=fix, code=2)
 
     # The recipe's sizes win over the preset's, and over the tokenizer's vocabulary.
+    _has_delta_net(model)
     sizes = {key: getattr(model, key) for key in _SIZES if getattr(model, key) is not None}
     if "vocab_size" not in sizes and vocab_size is not None:
         sizes["vocab_size"] = vocab_size
@@ -508,7 +510,40 @@ def _new(model: schema.Model, sizes: Mapping[str, int]) -> ModelConfig:
         "num_kv_heads": heads,
         "intermediate_size": inner_width,
     }
-    return fresh_config(model.family, {**defaults, **sizes}, window=model.sliding_window)
+    known_sizes = {**defaults, **sizes}
+    return fresh_config(
+        model.family,
+        known_sizes,
+        window=model.sliding_window,
+        delta_net=_sizes_of_delta_net(model, known_sizes),
+    )
+
+
+def _has_delta_net(model: schema.Model) -> bool:
+    """Whether layers of a new model are delta nets. Raises UserError where the recipe gives sizes to none."""
+    is_hybrid = model.preset is None and has_delta_net(known_family(str(model.family)))
+    if model.delta_net is not None and not is_hybrid:
+        raise UserError(
+            f"a {model.preset or model.family} model has no delta nets",
+            where="model.delta_net",
+            fix="leave it out, or set model.family=qwen3_5_text",
+            code=2,
+        )
+    return is_hybrid
+
+
+def _sizes_of_delta_net(model: schema.Model, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Those of the recipe, by the fields of `DeltaNet`; by default a delta net has the heads of attention."""
+    asked = model.delta_net
+    if not _has_delta_net(model):
+        return {}
+    defaults = {
+        "num_key_heads": sizes["num_heads"],
+        "num_value_heads": sizes["num_heads"],
+        "key_head_dim": sizes["head_dim"],
+        "value_head_dim": sizes["head_dim"],
+    }
+    return defaults | ({} if asked is None else asked.model_dump(exclude_none=True))
 
 
 def _resized(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:

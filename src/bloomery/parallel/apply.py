@@ -15,6 +15,7 @@ from torch.utils.checkpoint import (
 
 from bloomery.facts.attention import BACKENDS
 from bloomery.model.decoder import Decoder
+from bloomery.model.mixers.recomputed import is_inside_recomputed
 from bloomery.parallel.offload import offload_activations
 from bloomery.plan.types import TrainPlan
 
@@ -67,7 +68,10 @@ def _selective_policy(
 ) -> CheckpointPolicy:
     # Selective checkpointing saves the results of matmuls and of attention, which cost more to compute again than to
     # hold; everything between them (norms, activations, dropout) is cheap. Our namespace has attention, too, and
-    # products with quantized weights. Plug-ins add backends: the table is read each time.
+    # products with quantized weights. Plug-ins add backends: the table is read each time. A part that is recomputed
+    # keeps none of its products.
+    if is_inside_recomputed():
+        return CheckpointPolicy.PREFER_RECOMPUTE
     is_ours = getattr(operation, "namespace", "") == "bloomery"
     name = ""
     if isinstance(operation, OpOverload | HigherOrderOperator):

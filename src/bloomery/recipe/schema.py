@@ -124,6 +124,21 @@ class RopeScalingSection(Section):
     truncate: bool = key(True, "yarn: round the boundaries of the dimensions to integers.")
 
 
+class DeltaNetSection(Section):
+    """The heads of gated delta nets (arXiv:2412.06464); each key head serves equally many value heads."""
+
+    num_key_heads: PositiveInt | None = key(
+        None, "Heads of queries and keys; unset: model.num_heads.", 16
+    )
+    num_value_heads: PositiveInt | None = key(
+        None, "Heads of values, a multiple of num_key_heads; unset: model.num_heads.", 32
+    )
+    key_head_dim: PositiveInt | None = key(
+        None, "Width of a query and a key; unset: model.head_dim.", 128
+    )
+    value_head_dim: PositiveInt | None = key(None, "Width of a value; unset: model.head_dim.", 128)
+
+
 class Model(Section):
     """Where the model comes from: `from` (folder or Hub id), `preset`, or `family` with its sizes.
 
@@ -174,6 +189,9 @@ class Model(Section):
     )
     sliding_window: PositiveInt | None = key(
         None, "Attention window in tokens; unset: the whole context.", 4096
+    )
+    delta_net: DeltaNetSection | None = key(
+        None, "Sizes of the gated delta nets of a family that has them; unset: those of attention."
     )
     tie_embeddings: bool | None = key(
         None, "Use one matrix for the input embedding and the output head.", True

@@ -29,27 +29,40 @@ class DepthwiseConvolution(nn.Module):
         """
         weight_CK = self.weight.squeeze(1)
         if past is None:
-            convolved_BTC: Tensor = _Convolve.apply(x_BTC, weight_CK, first_BT)  # type: ignore[no-untyped-call]  # torch's `apply`
+            convolved_BTC = convolved(x_BTC, weight_CK, first_BT)
         else:
             assert first_BT is None, "a cache holds one document a row"
             length = x_BTC.shape[1]
             with_past = torch.cat((past.to(x_BTC.dtype), x_BTC), 1)
-            convolved_BTC = _convolved(with_past, weight_CK, None)[:, -length:]
+            convolved_BTC = _convolved(with_past, weight_CK, None)[:, -length:].to(x_BTC.dtype)
             past.copy_(with_past[:, with_past.shape[1] - past.shape[1] :])
         return convolved_BTC if self.bias is None else convolved_BTC + self.bias.to(x_BTC.dtype)
+
+
+def convolved(
+    x_BTC: Tensor, weight_CK: Tensor, first_BT: Tensor | None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """The convolution [B, T, C] of sequences in which the document of each token starts at `first_BT`.
+
+    As `dtype`; None: in that of `x`.
+    """
+    result: Tensor = _Convolve.apply(x_BTC, weight_CK, first_BT, dtype or x_BTC.dtype)  # type: ignore[no-untyped-call]  # torch's `apply`
+    return result
 
 
 class _Convolve(torch.autograd.Function):
     """Tap by tap: it saves its input alone, where a padded copy for each tap would be K of them."""
 
     @staticmethod
-    def forward(ctx: Any, x_BTC: Tensor, weight_CK: Tensor, first_BT: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x_BTC: Tensor, weight_CK: Tensor, first_BT: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
         ctx.save_for_backward(x_BTC, weight_CK, first_BT)
-        return _convolved(x_BTC, weight_CK, first_BT)
+        return _convolved(x_BTC, weight_CK, first_BT).to(dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_BTC: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, grad_BTC: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x_BTC, weight_CK, first_BT = ctx.saved_tensors
         wide_grad = widened(grad_BTC)
         wide_weight = widened(weight_CK)
@@ -64,10 +77,11 @@ class _Convolve(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_taps += [torch.zeros_like(grad_taps[0])] * (last_tap + 1 - len(grad_taps))
             grad_weight = torch.stack(grad_taps[::-1], 1).to(weight_CK.dtype)
-        return grad_x.to(x_BTC.dtype), grad_weight, None
+        return grad_x.to(x_BTC.dtype), grad_weight, None, None
 
 
 def _convolved(x_BTC: Tensor, weight_CK: Tensor, first_BT: Tensor | None) -> Tensor:
+    """In float32 at least."""
     wide_x = widened(x_BTC)
     wide_weight = widened(weight_CK)
     last_tap = weight_CK.shape[1] - 1
@@ -75,7 +89,7 @@ def _convolved(x_BTC: Tensor, weight_CK: Tensor, first_BT: Tensor | None) -> Ten
     for distance in range(1, min(last_tap + 1, x_BTC.shape[1])):
         tap = wide_x[:, :-distance] * wide_weight[:, last_tap - distance]
         convolved[:, distance:] += _inside_document(tap, first_BT, distance)
-    return convolved.to(x_BTC.dtype)
+    return convolved
 
 
 def _inside_document(tap_BTC: Tensor, first_BT: Tensor | None, distance: int) -> Tensor:

@@ -1,6 +1,7 @@
 """The gated delta net of Qwen3.5 as the mixer of a layer: convolution, delta rule, gated norm.
 
-B batch, T time, D width, C convolved numbers, G key heads, H value heads, E width of a key, F width of a value.
+B batch, T time, D width, C convolved numbers, G key heads, H value heads, E width of a key, F width of a value,
+Q = G E, V = H F.
 """
 
 import torch
@@ -9,11 +10,13 @@ from torch import Tensor, nn
 
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import Layer
+from bloomery.facts.limits import delta_net_groups
 from bloomery.model.attention.attend import DocumentLayout
 from bloomery.model.cache import StateCache
-from bloomery.model.mixers.convolution import DepthwiseConvolution
+from bloomery.model.mixers.convolution import DepthwiseConvolution, convolved
 from bloomery.model.mixers.delta_rule import chunked_delta_rule, delta_rule_step
-from bloomery.model.norms import RMSNorm, widened, working_dtype
+from bloomery.model.mixers.recomputed import recomputed
+from bloomery.model.norms import RMSNorm, rms_norm, widened, working_dtype
 from bloomery.model.rope import Rotary
 
 KEY_EPS = 1e-6  # under the root of a key's and query's length, as in flash-linear-attention
@@ -44,59 +47,102 @@ class GatedDeltaNet(nn.Module):
         self, x_BTD: Tensor, rotary: Rotary | None, layout: DocumentLayout, cache: StateCache | None
     ) -> Tensor:
         del rotary  # the decay tells near tokens from far ones
-        sizes = self.sizes
         dtype = working_dtype(x_BTD)
-
-        # A convolution over the last tokens, then queries, keys and values; all that follows is float32.
-        qkv_BTC = self.in_proj_qkv(x_BTD)
-        past = None
-        if cache is not None:
-            past = cache.current("convolved", (sizes.kernel - 1, self.convolved_width), qkv_BTC)
-        qkv_BTC = F.silu(self.conv1d(qkv_BTC, layout.first_BT, past))
-        widths = (sizes.key_width, sizes.key_width, sizes.value_width)
-        q_BTGE, k_BTGE, v_BTHF = (
-            widened(x).unflatten(-1, (-1, head_width))
-            for x, head_width in zip(
-                qkv_BTC.split(widths, -1),
-                (sizes.key_head_dim, sizes.key_head_dim, sizes.value_head_dim),
-                strict=True,
-            )
+        projections = (
+            self.in_proj_qkv(x_BTD),
+            self.in_proj_z(x_BTD),
+            self.in_proj_b(x_BTD),
+            self.in_proj_a(x_BTD),
         )
-        repeats = sizes.num_value_heads // sizes.num_key_heads
-        q_BTHE = _unit(q_BTGE).repeat_interleave(repeats, 2) * sizes.key_head_dim**-0.5
-        k_BTHE = _unit(k_BTGE).repeat_interleave(repeats, 2)
-
-        # How fast each head forgets, and how strongly the token is written.
-        steps_BTH = F.softplus(widened(self.in_proj_a(x_BTD)) + widened(self.dt_bias))
-        decay_BTH = -widened(self.A_log).exp() * steps_BTH
-        beta_BTH = widened(self.in_proj_b(x_BTD)).sigmoid()
-
-        y_BTHF = self._mixed((q_BTHE, k_BTHE, v_BTHF, decay_BTH, beta_BTH), layout.first_BT, cache)
-        z_BTHF = self.in_proj_z(x_BTD).unflatten(-1, (-1, sizes.value_head_dim))
-        y_BTHF = self.norm(y_BTHF, y_BTHF.dtype) * F.silu(widened(z_BTHF))
-        projected: Tensor = self.out_proj(y_BTHF.flatten(2).to(dtype))
+        if cache is None:
+            y_BTV = self._read_all(projections, layout.first_BT)
+        else:
+            y_BTV = self._read_with_cache(projections, cache)
+        projected: Tensor = self.out_proj(y_BTV.to(dtype))
         return projected
 
-    def _mixed(
-        self, inputs_BTH: tuple[Tensor, ...], first_BT: Tensor | None, cache: StateCache | None
-    ) -> Tensor:
-        """What each token reads [B, T, H, F], from queries, keys, values, decays and strengths."""
-        q, k, v, decay, beta = (x.transpose(1, 2) for x in inputs_BTH)
-        state = None
-        if cache is not None:
-            shape = (v.shape[1], k.shape[-1], v.shape[-1])
-            state = cache.current("memory", shape, v)
-        if state is not None and v.shape[2] == 1:
-            return delta_rule_step(
-                q[:, :, 0], k[:, :, 0], v[:, :, 0], decay[..., 0], beta[..., 0], state
-            )[:, None]
+    def _read_all(self, projections: tuple[Tensor, ...], first_BT: Tensor | None) -> Tensor:
+        """Of whole sequences [B, T, H F]: some heads at a time, of which backward keeps the projections alone."""
+        sizes = self.sizes
+        qkv_BTC, z_BTV, b_BTH, a_BTH = projections
+        on_cpu = qkv_BTC.device.type == "cpu"
+        num_groups = delta_net_groups(sizes, qkv_BTC.shape[0] * qkv_BTC.shape[1], on_cpu=on_cpu)
+        widths = (sizes.key_width, sizes.key_width, sizes.value_width)
+
+        # Key heads of a group are neighbors, and so are the value heads that share them.
+        q, k, v = (part.chunk(num_groups, -1) for part in qkv_BTC.split(widths, -1))
+        taps = (part.chunk(num_groups) for part in self.conv1d.weight.split(widths))
+        by_head = (
+            tensor.chunk(num_groups, -1)
+            for tensor in (z_BTV, b_BTH, a_BTH, self.dt_bias, self.A_log)
+        )
+        read = [
+            recomputed(self._read, first_BT, self.norm.weight, *group)
+            for group in zip(q, k, v, *taps, *by_head, strict=True)
+        ]
+        return read[0] if num_groups == 1 else torch.cat(read, -1)
+
+    def _read(self, first_BT: Tensor | None, gain_F: Tensor, *group: Tensor) -> Tensor:
+        """What each token reads with some of the heads, normed and gated [B, T, h F], in the dtype of projections."""
+        q, k, v, *taps, z, b, a, dt_bias, A_log = group  # the parameter's name
+        wide = torch.promote_types(z.dtype, torch.float32)
+        q, k, v = (
+            F.silu(convolved(x, tap.squeeze(1), first_BT, wide))
+            for x, tap in zip((q, k, v), taps, strict=True)
+        )
+        inputs = self._inputs_of_rule(q, k, v, b, a, dt_bias, A_log)
+        read_BHTF, _ = chunked_delta_rule(*inputs, first_BT=first_BT)
+        return self._gated(read_BHTF.transpose(1, 2), z, gain_F).to(z.dtype)
+
+    def _read_with_cache(self, projections: tuple[Tensor, ...], cache: StateCache) -> Tensor:
+        """Of new tokens of texts whose states are in the cache [B, T, H F]; nothing is differentiated."""
+        sizes = self.sizes
+        qkv_BTC, z_BTV, b_BTH, a_BTH = projections
+        past = cache.current("convolved", (sizes.kernel - 1, self.convolved_width), qkv_BTC)
+        qkv_BTC = F.silu(self.conv1d(widened(qkv_BTC), None, past))
+        q, k, v = qkv_BTC.split((sizes.key_width, sizes.key_width, sizes.value_width), -1)
+        inputs = self._inputs_of_rule(q, k, v, b_BTH, a_BTH, self.dt_bias, self.A_log)
+        shape = (sizes.num_value_heads, sizes.key_head_dim, sizes.value_head_dim)
+        state = cache.current("memory", shape, v)
         with torch.autocast(v.device.type, enabled=False):
-            read_BHTF, last_state = chunked_delta_rule(
-                q, k, v, decay, beta, first_BT=first_BT, state_BHEF=state
-            )
-        if state is not None:
-            state.copy_(last_state)
-        return read_BHTF.transpose(1, 2)
+            if v.shape[1] == 1:
+                q, k, v, decay, beta = (tensor[:, :, 0] for tensor in inputs)
+                read_BHTF = delta_rule_step(q, k, v, decay, beta, state)[:, :, None]
+            else:
+                read_BHTF, last_state = chunked_delta_rule(*inputs, state_BHEF=state)
+                state.copy_(last_state)
+        return self._gated(read_BHTF.transpose(1, 2), z_BTV, self.norm.weight)
+
+    def _inputs_of_rule(
+        self,
+        q_BTQ: Tensor,
+        k_BTQ: Tensor,
+        v_BTV: Tensor,
+        b_BTH: Tensor,
+        a_BTH: Tensor,
+        dt_bias_H: Tensor,
+        A_log_H: Tensor,  # the parameter's name
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Queries, keys, values [B, H, T, .], decays and strengths [B, H, T] of the heads given; all float32."""
+        sizes = self.sizes
+        q_BTGE, k_BTGE = (_unit(x.unflatten(-1, (-1, sizes.key_head_dim))) for x in (q_BTQ, k_BTQ))
+        v_BTHF = v_BTV.unflatten(-1, (-1, sizes.value_head_dim))
+        repeats = sizes.num_value_heads // sizes.num_key_heads
+        q_BTHE = (q_BTGE * sizes.key_head_dim**-0.5).repeat_interleave(repeats, 2)
+        k_BTHE = k_BTGE.repeat_interleave(repeats, 2)
+
+        # How fast each head forgets, and how strongly the token is written.
+        steps_BTH = F.softplus(widened(a_BTH) + widened(dt_bias_H))
+        decay_BTH = -widened(A_log_H).exp() * steps_BTH
+        beta_BTH = widened(b_BTH).sigmoid()
+        inputs = (q_BTHE, k_BTHE, v_BTHF, decay_BTH, beta_BTH)
+        q, k, v, decay, beta = (tensor.transpose(1, 2) for tensor in inputs)
+        return q, k, v, decay, beta
+
+    def _gated(self, read_BTHF: Tensor, z_BTV: Tensor, gain_F: Tensor) -> Tensor:
+        """Each head normed, then times SiLU(z), float32 [B, T, h F]."""
+        normed_BTHF = rms_norm(read_BTHF, gain_F, self.norm.eps, read_BTHF.dtype)
+        return normed_BTHF.flatten(2) * F.silu(widened(z_BTV))
 
 
 def _unit(x: Tensor) -> Tensor:
