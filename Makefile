@@ -1,6 +1,7 @@
 # Everything runs in .venv, which `make setup` makes once. PYTHON=python3.12 or TORCH=2.9.1 choose another.
 PYTHON ?= python3
-JOBS ?= 3   # on two cores: the third works while the others wait for a child
+# Processes of `make test`, counted in the environment that the set-up has made.
+JOBS ?= $$($(PY) scripts/jobs_of_tests.py)
 PY := .venv/bin/python
 
 .PHONY: setup demo quick test device check pages plan-pages docs triton soak bench clean clean-venv
@@ -68,7 +69,7 @@ TRITON := 3.8.0
 TRITON_FOLDER := $(HOME)/.cache/bloomery/triton-$(TRITON)
 triton:
 	@$(PYTHON) scripts/setup.py test
-	@test -d $(TRITON_FOLDER)/triton || $(PY) -m pip install --quiet --no-deps --target $(TRITON_FOLDER) triton==$(TRITON)
+	@test -d $(TRITON_FOLDER)/triton || $(PY) -m pip install --quiet --no-deps --retries 1 --target $(TRITON_FOLDER) triton==$(TRITON)
 
 soak: triton
 	@$(PY) -m pytest -m soak --timeout=7200

@@ -65,6 +65,7 @@ def test_doctor_lists_all_that_the_package_brings(environment, tmp_path):
     assert {plugin["problem"] for plugin in plugins} == {None}
 
 
+@pytest.mark.soak
 def test_its_command_runs_and_is_in_the_help(environment, threads):
     assert bloomery(["threads", "threads.jsonl"], environment, threads) == "64 threads\n"
     assert "Of the package bloomery-forum" in bloomery(["--help"], environment, threads)
@@ -100,6 +101,7 @@ def test_its_format_and_optimizer_train(environment, threads):
     assert len(losses) == 6 and losses[-1] < losses[0]
 
 
+@pytest.mark.soak
 def test_its_reward_scores_completions(environment, threads):
     rows = [{"prompt": f"Say {n}."} for n in range(8)]
     (threads / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -181,6 +183,7 @@ def build(inputs):
 """
 
 
+@pytest.mark.soak
 def test_an_objective_and_a_family_of_a_package_train(tmp_path, threads):
     project = tmp_path / "project"
     project.mkdir()

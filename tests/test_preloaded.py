@@ -182,7 +182,7 @@ def test_a_signal_right_after_the_fork_does_not_reach_a_handler_of_the_parent(tm
     assert code == signal.SIGTERM, err
 
 
-@pytest.mark.parametrize("blocked", [set(), {signal.SIGUSR2}])
+@pytest.mark.parametrize("blocked", [{signal.SIGUSR2}, pytest.param(set(), marks=pytest.mark.soak)])
 def test_signals_are_blocked_as_where_the_process_was_asked_for(tmp_path, monkeypatch, blocked):
     """Not as where the first process of all was: that one may have been started with a signal held back."""
     code = "import signal; print(sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))))"

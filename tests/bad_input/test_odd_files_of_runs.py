@@ -96,7 +96,13 @@ def read_in_studio() -> None:
     shown_completions(Path("runs/one"))
 
 
-@pytest.mark.parametrize("kind", ["pipe", "folder", "endless device"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "pipe",
+        *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("folder", "endless device")),
+    ],
+)
 def test_no_command_waits_for_an_odd_file_of_a_run(run: Path, kind: str) -> None:
     # Of a checkpoint these commands read what says which one it is.
     names = [

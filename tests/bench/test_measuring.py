@@ -45,6 +45,7 @@ def test_a_setting_is_measured_and_leaves_nothing_behind(bench, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} - {"cache"} == {"tiny.yaml"}
 
 
+@pytest.mark.soak
 def test_memory_that_runs_out_is_a_row(bench):
     """The planned limit becomes the process's own: 128 rows of this model need well over half a GiB."""
     row = bench(*WIDE, limit=resident_bytes_of_torch() + 0.33 * 2**30).point(

@@ -28,6 +28,9 @@ def vendor_names(source: str) -> list[str]:
 
     Prose, which has spaces, may, and so may PyTorch's names of its operators.
     """
+    # Parsing all of the source takes seconds, and few files have one of the words at all.
+    if not re.search(rf"(?<![a-z])({'|'.join(VENDOR_WORDS)})(?![a-z])", source.lower()):
+        return []
     tree = ast.parse(source)
     docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     found = []

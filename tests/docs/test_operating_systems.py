@@ -21,12 +21,14 @@ NEEDS = {
 ROWS = {name: row for row, names in NEEDS.items() for name in names.split()}
 MODULES = {"fcntl": "locks, limits", "resource": "locks, limits", "pwd": "users", "grp": "users"}
 KERNEL_FILES = "kernel files"
+# Files without any of these need not be parsed, which takes seconds for all.
+ANY_NEED = re.compile(rf"\b({'|'.join([*ROWS, *MODULES])})\b|[\"']/?(proc|sys|dev)/")
 
 
 def needs_of(source: str) -> set[str]:
     """The rows of the page to which a file belongs."""
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(ast.parse(source)) if ANY_NEED.search(source) else ():
         match node:
             case ast.Import(names=names):
                 found |= {MODULES[alias.name] for alias in names if alias.name in MODULES}

@@ -21,11 +21,10 @@ def test_the_pages_that_people_buy_by_show_real_output() -> None:
     } <= set(PAGES)
 
 
-# docs/explanation/memory.md simulates steps for its figures, which takes longer than all other pages together.
-SHOWN = [
-    pytest.param(page, marks=pytest.mark.soak) if page == "docs/explanation/memory.md" else page
-    for page in PAGES
-]
+# docs/explanation/memory.md simulates steps for its figures, which takes longer than all other pages together;
+# docs/how-to/choose-a-method.md plans four dozen runs.
+LONG = ("docs/explanation/memory.md", "docs/how-to/choose-a-method.md")
+SHOWN = [pytest.param(page, marks=pytest.mark.soak) if page in LONG else page for page in PAGES]
 
 
 @pytest.mark.parametrize("page", SHOWN)

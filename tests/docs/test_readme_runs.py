@@ -92,8 +92,8 @@ def test_the_fine_tuning_commands_run_and_the_exports_open(tmp_path):
         words = shlex.split(line)
         tiny = ["model.from=tiny"] if "qwen2.5-0.5b-lora" in words else []
         command = [sys.executable, "-m", *words, *tiny]
-        # The training starts as yours does; the commands after it are forked.
-        popen = preloaded.Popen if words[1] in ("chat", "export") else subprocess.Popen
+        # The training starts as yours does; the other commands are forked.
+        popen = subprocess.Popen if words[1] == "train" else preloaded.Popen
         done = preloaded.run(
             command, popen=popen, cwd=tmp_path, env=env, input="What is 7?\n", text=True
         )

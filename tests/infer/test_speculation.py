@@ -68,18 +68,16 @@ def test_the_text_stays_the_same(case: str, temperature: float, tmp_path: Path) 
                 assert speculation.accepted > 0.3 * speculation.guessed > 0
 
 
-def test_drawn_tokens_keep_their_distribution(tmp_path: Path) -> None:
-    """Chi-square of the first guessed place: 600 texts against the model's own probabilities."""
+@pytest.mark.parametrize("number", [250, pytest.param(600, marks=pytest.mark.soak)])
+def test_drawn_tokens_keep_their_distribution(number: int, tmp_path: Path) -> None:
+    """Chi-square of the first guessed place: so many texts against the model's own probabilities."""
     decoder = loaded("qwen3", tmp_path)
     draft = load_decoder(tmp_path).requires_grad_(False).eval()
     draft.model.layers[0].mlp.up_proj.weight.mul_(0.5)
     asked = Sampling(max_new_tokens=2, temperature=1.0, top_k=6)
-    speculation, drawn, past, number = (
-        Speculation(DraftModel(draft, decoder)),
-        Counter[int](),
-        Past(decoder),
-        600,
-    )
+    speculation = Speculation(DraftModel(draft, decoder))
+    drawn = Counter[int]()
+    past = Past(decoder)
     pasts = Past(decoder)
     with torch.no_grad():
         first = next_distribution(decoder(torch.tensor([AGAIN])).head[0, -1], asked)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,14 @@ from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
 from bloomery.model import heads
-from bloomery.model.heads import LabelScores, LastLogits, Logits, ScoreSettings, label_scores
+from bloomery.model.heads import (
+    LabelScores,
+    LastLogits,
+    Logits,
+    ScoreOperators,
+    ScoreSettings,
+    label_scores,
+)
 
 needs_compiler = pytest.mark.skipif(
     shutil.which("c++") is None, reason="torch.compile needs a C++ compiler here"
@@ -184,19 +192,28 @@ def test_whole_model_compilation_keeps_shapes() -> None:
     assert_close(compiled(hidden), reference(hidden, output, labels, weights, None))
 
 
-@needs_compiler
-@pytest.mark.sampled(4)
+def captured(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As `compiled_once`, without the C++ compiler's half minute: what is captured runs operator by operator."""
+    return torch.compile(function, backend="aot_eager", dynamic=False)
+
+
 @pytest.mark.parametrize("softcap", [2.0, None])
 @pytest.mark.parametrize("chunk", [7, 1000])
+@pytest.mark.parametrize(
+    "fuse",
+    [captured, pytest.param(heads.compiled_once, marks=[needs_compiler, pytest.mark.soak])],
+    ids=["captured", "compiled"],
+)
 def test_compiled_pointwise_parts_compute_the_same_and_repeat(
-    softcap: float | None, chunk: int
+    fuse: Callable[..., Any], softcap: float | None, chunk: int
 ) -> None:
+    torch._dynamo.reset()
     hidden, output, labels, weights = example()
     results = []
     for _ in range(2):
-        scores = LabelScores(labels, weights, ScoreSettings(chunk, compiled=True))(
-            hidden, output, softcap
-        )
+        operators = ScoreOperators(fuse=fuse)
+        settings = ScoreSettings(chunk, compiled=True, operators=operators)
+        scores = LabelScores(labels, weights, settings)(hidden, output, softcap)
         results.append((scores.detach(), *gradients(scores, hidden, output)))
     expected = reference(hidden, output, labels, weights, softcap)
     assert_close(results[0], (expected.detach(), *gradients(expected, hidden, output)))

@@ -95,7 +95,7 @@ def test_hundreds_of_gib_stay_within_the_width():
     assert max(map(len, lines)) <= 100
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "device", CARDS[::8], ids=lambda device: f"{device.name} {device.memory_bytes >> 30}"
 )
@@ -128,6 +128,7 @@ def test_a_model_that_is_far_too_large(device):
         assert "saves -" not in fix.saves
 
 
+@pytest.mark.soak
 def test_the_longest_search_is_short():
     """Eight billion parameters that fit nowhere: every layout, micro-batch and remedy is planned.
 

@@ -25,8 +25,8 @@ def interrupt(bloomery: Bloomery, moment: str, *words: str) -> None:
 @pytest.mark.parametrize(
     "moments",
     [
-        (PLANNED, CHILD_STARTED, SAVING),
-        pytest.param(("stepping", "evaluating"), marks=pytest.mark.soak),
+        (CHILD_STARTED, SAVING),
+        pytest.param((PLANNED, "stepping", "evaluating"), marks=pytest.mark.soak),
     ],
 )
 def test_one_ctrl_c_costs_nothing(

@@ -115,6 +115,7 @@ def excluded_hosts(bloomery: Bloomery) -> list[str]:
     return file.read_text().split() if file.exists() else []
 
 
+@pytest.mark.soak
 def test_a_rank_that_is_held_before_a_collective_is_named_with_its_host(bloomery) -> None:
     deaths = [[{"rank": 1}, STEP + 1, "hold"]]
     (bloomery.folder / "runs/deaths.json").write_text(json.dumps(deaths))

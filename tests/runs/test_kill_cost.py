@@ -57,8 +57,8 @@ def kill_once(folder: Path, seconds: float, *edits: str) -> Loss:
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 10))]
 )
 def test_a_kill_loses_at_most_one_interval(tmp_path, seed):
-    """Of two seconds, in a run that is killed in its first eight; nothing else than the clock saves."""
-    interval = 2.0
+    """Of a second, in a run that is killed in its first four; nothing else than the clock saves."""
+    interval = 1.0
     seconds = random.Random(seed).uniform(interval + SLACK_SECONDS, 4 * interval)
     loss = kill_once(tmp_path, seconds, f"checkpoint.every={interval:g}s", "eval.every=none")
     assert loss.seconds <= interval + SLACK_SECONDS, loss

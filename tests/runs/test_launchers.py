@@ -838,16 +838,12 @@ def assert_as_undisturbed(bloomery: Bloomery) -> None:
 
 
 def test_killed_ranks_leave_no_trace(bloomery, one_thread) -> None:
-    """Four kills and a stop: of one rank, of the other, of both."""
-    assert "rank 1 of training process killed from outside" in struck(
-        bloomery, signal.SIGKILL, rank=1, step=2
-    )
+    """Two kills and a stop: of one rank, of both."""
     assert "rank 0 of training process killed from outside" in struck(
-        bloomery, signal.SIGKILL, rank=0, step=5
+        bloomery, signal.SIGKILL, rank=0, step=2
     )
-    assert struck(bloomery, signal.SIGTERM, rank=1, step=7) == "75"
+    assert struck(bloomery, signal.SIGTERM, rank=1, step=5) == "75"
     assert "killed from outside" in struck(bloomery, signal.SIGKILL, rank=None, step=10)
-    assert "rank 1" in struck(bloomery, signal.SIGSEGV, rank=1, step=12)
     done = bloomery.run(*bloomery.go_on)
     assert done.returncode == 0, done.stderr
     log = (bloomery.run_dir / "log.txt").read_text()
@@ -921,7 +917,7 @@ def test_arguments_after_two_dashes_go_to_torchrun(bloomery) -> None:
     assert "environment" in told.stdout and "OMP_NUM_THREADS=" in told.stdout
 
 
-@pytest.mark.parametrize("devices", ["cpu", "cpu,cpu"])
+@pytest.mark.parametrize("devices", ["cpu,cpu", pytest.param("cpu", marks=pytest.mark.soak)])
 def test_a_disk_without_room_for_the_first_checkpoint_is_refused_with_the_number(
     bloomery, monkeypatch, devices
 ) -> None:
@@ -942,6 +938,7 @@ def test_a_disk_without_room_for_the_first_checkpoint_is_refused_with_the_number
     assert written < needs < 1.1 * written + 2**20
 
 
+@pytest.mark.soak
 def test_two_sequences_train_on_three_ranks_as_on_one_and_resume_on_two(
     bloomery, one_thread
 ) -> None:

@@ -18,11 +18,12 @@ from bloomery.core.run_folder import RunFolder
 from bloomery.plan.store import write_plan
 
 SIZES = [
-    pytest.param(16, id="16 ranks"),
+    pytest.param(8, id="8 ranks"),
+    pytest.param(16, id="16 ranks", marks=pytest.mark.soak),
     pytest.param(64, id="64 ranks", marks=pytest.mark.soak),
 ]
 CALLS_PER_SECOND = 2.0
-QUIET_SECONDS = 6.0  # of training, in which calls are counted
+QUIET_SECONDS = 4.0  # of training, in which calls are counted
 
 
 class Ranks:

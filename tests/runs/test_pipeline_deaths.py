@@ -49,6 +49,7 @@ def calm(tmp_path_factory) -> Bloomery:
     return bloomery
 
 
+@pytest.mark.soak
 def test_killed_and_stopped_stages_leave_no_trace(dying_workshop, calm) -> None:
     bloomery = Bloomery(dying_workshop)
     deaths = dying_workshop / "runs/deaths.json"

@@ -104,6 +104,7 @@ def test_a_twin_learns_small_pairs(tmp_path):
     assert exams[-1] < FIRST["pair"] - 0.005
 
 
+@pytest.mark.soak
 def test_the_twin_with_rewards_begins_with_digits(tmp_path):
     """On few steps of few completions: the reward of random weights is near the share of digits among all tokens."""
     done = Bloomery(tmp_path).run(

@@ -96,7 +96,7 @@ MODELS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("model", some(MODELS, {"a head of its own"}))
 @pytest.mark.parametrize("cut", CUTS)
 def test_they_agree_on_every_cut_and_schedule(cut, model):

@@ -338,6 +338,7 @@ def adapter_on(config: ModelConfig, folder: Path, tokenizer: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from Linux")
+@pytest.mark.soak
 def test_a_merged_export_holds_one_tensor_at_a_time_and_the_same_numbers(prepared, tmp_path):
     facts = dict(
         hidden_size=512,

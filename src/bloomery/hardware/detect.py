@@ -413,7 +413,7 @@ def read_host(root: Path, folder: Path, access: Access) -> Host:
     return Host(
         system=platform.system(),
         cpu_name=cpu[1].strip() if cpu else platform.processor() or platform.machine(),
-        cpu_cores=_cores(root),
+        cpu_cores=usable_cores(root),
         cpu_flags=tuple(flag for flag in CPU_FLAGS if flag in cpu_features),
         memory_bytes=total,
         memory_free_bytes=free,
@@ -429,7 +429,7 @@ def read_host(root: Path, folder: Path, access: Access) -> Host:
     )
 
 
-def _cores(root: Path) -> int:
+def usable_cores(root: Path) -> int:
     """Cores available to this process: its affinity, and the quota of the cgroup rounded down; at least one."""
     cores = [
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
