@@ -12,13 +12,13 @@ from torch.testing import assert_close
 from bloomery.infer.decode import RunningBatch, sample_tokens
 from bloomery.infer.past import Past
 from bloomery.infer.sampling import NotFinite, Sampling
-from bloomery.model import compiled_step, native
+from bloomery.model import compiled_step
 from bloomery.model.adapters.lora import adapt, init_adapters
 from bloomery.model.cache import Cache
 from bloomery.model.compiled_step import CompiledStep, compile_step
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import load_decoder, quantize_model
-from bloomery.model.native import Uncompiled
+from bloomery.model.native import Uncompiled, library
 from bloomery.recipe.schema import Lora, Quantize
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
@@ -36,6 +36,8 @@ SHAPES = [
     "olmo2",
     "phi4-partial",
     "llama-yarn",
+    "olmo3",
+    "ministral3",
 ]
 COLD = Sampling(max_new_tokens=12, temperature=0.0)
 
@@ -185,10 +187,10 @@ def test_a_model_that_the_step_cannot_compute_is_refused_by_name(
     monkeypatch.setattr(compiled_step, "LEAST", 0)
     monkeypatch.setenv("PATH", str(tmp_path))
     compiled_step._built.cache_clear()
-    native.library.cache_clear()
+    library.cache_clear()
     decoder = load_wide("qwen3", tmp_path, monkeypatch)
     lines: list[str] = []
     compile_step(decoder, lines.append)
     assert decoder.step is None and "C++ compiler" in lines[0]
     compiled_step._built.cache_clear()
-    native.library.cache_clear()
+    library.cache_clear()

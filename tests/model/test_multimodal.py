@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tiny_models import tokens
+from tiny_models import CASES, tokens
 from torch.testing import assert_close
 
 from bloomery.core.errors import UserError
@@ -95,6 +95,39 @@ def test_text_logits_are_those_of_the_whole_model(gemma, tmp_path):
     ).eval()
     assert type(reloaded_model).__name__ == "Gemma3ForCausalLM"
     assert_close(reloaded_model(TOKENS % 120).logits, expected, atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("kind", "architecture", "text_case"),
+    [("Mistral3", "Ministral3ForCausalLM", "ministral3"), ("Lfm2Vl", "Lfm2ForCausalLM", "lfm2")],
+)
+def test_the_text_part_says_which_family_it_is(kind, architecture, text_case, tmp_path):
+    """Ministral 3 and LFM2-VL: one class around language models of several families."""
+    text_config = CASES[text_case][1] | {"model_type": text_case}
+    vision_config = {
+        "model_type": "pixtral" if kind == "Mistral3" else "siglip2_vision_model",
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "patch_size": 14,
+    }
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=text_config, vision_config=vision_config, image_token_id=130
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
+    for parameter in model.parameters():
+        parameter.normal_(0.0, 0.2)
+    model.save_pretrained(tmp_path)
+    decoder = load_decoder(tmp_path)
+    assert_close(decoder(TOKENS % 120).head, model(TOKENS % 120).logits, atol=1e-4, rtol=0)
+    (tmp_path / "saved").mkdir()
+    write_model(model_state(decoder), decoder.config, tmp_path / "saved")
+    assert type(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")).__name__ == (
+        architecture
+    )
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from bloomery.model.cache import Cache
 from bloomery.model.io.stored import tensor_locations
 from bloomery.model.io.weights import load_decoder
 
-FAMILIES = ("lfm2", "lfm2-bias")
+FAMILIES = ("lfm2", "lfm2-bias", "olmo3", "ministral3")
 ROWS = documents((23, 1, 30, 2, 5))
 
 

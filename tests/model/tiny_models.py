@@ -53,6 +53,11 @@ GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+OLMO3_ROPE = {
+    "full_attention": YARN | {"rope_theta": 5e5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+}
+MINISTRAL_ROPE = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
 # name -> (prefix of transformers' classes, settings of its config)
 CASES: dict[str, tuple[str, dict]] = {
     "gpt2": ("GPT2", GPT2),
@@ -113,6 +118,17 @@ CASES: dict[str, tuple[str, dict]] = {
             ],
         ),
     ),
+    "olmo3": ("Olmo3", SMALL | dict(sliding_window=8, rope_parameters=OLMO3_ROPE)),
+    "olmo3-bias": (
+        "Olmo3",
+        SMALL
+        | dict(
+            attention_bias=True,
+            sliding_window=8,
+            layer_types=["full_attention", "sliding_attention"] * 2,
+        ),
+    ),
+    "ministral3": ("Ministral3", SMALL | dict(head_dim=16, rope_parameters=MINISTRAL_ROPE)),
     "lfm2": ("Lfm2", SMALL | dict(layer_types=["conv", "full_attention", "conv", "conv"])),
     "lfm2-bias": (
         "Lfm2",

@@ -96,8 +96,10 @@ def _describe_model(writer: Any, config: ModelConfig, library: Any) -> None:
     rotation = next(layer.rotation for layer in layers(config) if layer.rotation is not None)
     writer.add_rope_dimension_count(rotation.width)
     writer.add_rope_freq_base(config.rope_theta)
-    if config.local_rope_theta is not None:
+    if config.local_rope_theta is not None and not graph.plain_window_rotation:
         writer.add_float32(f"{writer.arch}.rope.freq_base_swa", config.local_rope_theta)
+    if config.query_scale is not None:
+        writer.add_attn_temperature_scale(config.query_scale.beta)
     scaling = config.rope_scaling
     if scaling is None:
         return

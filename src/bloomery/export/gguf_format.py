@@ -84,6 +84,15 @@ def unsupported(config: ModelConfig) -> str | None:
     if scaling is not None and scaling.kind == "yarn" and not scaling.truncate:
         return f"{graph} rounds YaRN's limits (truncate), and the model does not"
 
+    if architecture.plain_window_rotation and config.local_rope_theta not in (
+        None,
+        config.rope_theta,
+    ):
+        return (
+            f"{graph} rotates layers with a window by a base of {config.rope_theta:g} as all others,"
+            f" and the model by {config.local_rope_theta:g}"
+        )
+
     # Windows, and the scale of attention in graphs that have them.
     numbers = range(config.num_layers)
     if period := architecture.window_period:

@@ -30,6 +30,14 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class QueryScale:
+    """Queries far into a text are larger: times 1 + beta log(1 + floor(position / every)), as in Llama 4."""
+
+    beta: float
+    every: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class TransformersBackend:
     """An architecture that transformers computes (`model.transformers_backend`).
 
@@ -139,6 +147,7 @@ class ModelConfig:
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     rotary_share: float = 1.0  # the part of each head that rotates
+    query_scale: QueryScale | None = None
     local_rope_theta: float | None = None  # layers with a sliding window, where it differs
     rotary_layers: tuple[bool, ...] = ()  # layers that rotate at all; empty: every one
     sliding_window: tuple[int | None, ...] = ()  # per layer; empty: none

@@ -17,6 +17,7 @@ from bloomery.facts.config import (
     LayerSizes,
     Mixer,
     ModelConfig,
+    QueryScale,
     RopeScaling,
     ShortConvolution,
     TransformersBackend,
@@ -32,11 +33,15 @@ STATE_BYTES = 4  # of a number of a delta net's state, which is float32 in every
 
 @dataclass(frozen=True, kw_only=True)
 class Rotation:
-    """How heads turn with their positions: the first `width` numbers of each, by frequencies of base `theta`."""
+    """How heads turn with their positions: the first `width` numbers of each, by frequencies of base `theta`.
+
+    `query_scale`: how their queries grow with them, too.
+    """
 
     width: int
     theta: float
     scaling: RopeScaling | None = None
+    query_scale: QueryScale | None = None
 
 
 @dataclass(frozen=True)
@@ -219,7 +224,12 @@ def _rotation(
     # Layers with a window may rotate by a frequency of their own (Gemma 3).
     if window is not None and config.local_rope_theta is not None:
         return Rotation(width=width, theta=config.local_rope_theta)
-    return Rotation(width=width, theta=config.rope_theta, scaling=config.rope_scaling)
+    return Rotation(
+        width=width,
+        theta=config.rope_theta,
+        scaling=config.rope_scaling,
+        query_scale=config.query_scale,
+    )
 
 
 def head_widths(config: ModelConfig) -> tuple[int, ...]:

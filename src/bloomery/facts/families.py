@@ -12,7 +12,7 @@ from types import MappingProxyType
 from bloomery.core.errors import UserError
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.family import Family
-from bloomery.facts.family_entries import gemma, gpt2, lfm, llama_like, qwen
+from bloomery.facts.family_entries import gemma, gpt2, lfm, llama_like, ministral, olmo3, qwen
 from bloomery.facts.table import OpenTable
 
 FAMILIES: OpenTable[Family] = OpenTable(
@@ -22,6 +22,8 @@ FAMILIES: OpenTable[Family] = OpenTable(
         **gemma.FAMILIES,
         **gpt2.FAMILIES,
         **lfm.FAMILIES,
+        **olmo3.FAMILIES,
+        **ministral.FAMILIES,
     }
 )
 

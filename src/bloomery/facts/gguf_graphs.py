@@ -32,6 +32,8 @@ class GgufGraph:
     # the soft caps of attention and of logits where a file states none; with them, the graph always caps
     default_softcaps: tuple[float, float] | None = None
     unrotated_period: int = 0  # each n-th layer does not rotate; 0: all do
+    # layers with a window rotate by the base of the others, without its scaling
+    plain_window_rotation: bool = False
 
 
 PLAIN_GRAPH: Mapping[str, Any] = MappingProxyType(
@@ -44,6 +46,7 @@ PLAIN_GRAPH: Mapping[str, Any] = MappingProxyType(
         "positions": "rotary",
         "rotary_share": 1.0,
         "local_rope_theta": None,
+        "query_scale": None,
         "rotary_layers": (),
         "attention_scale": None,
         "attention_softcap": None,

@@ -23,7 +23,12 @@ def text_part(hf: Mapping[str, Any]) -> Mapping[str, Any]:
         return hf
     shared = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
     outer = {key: hf[key] for key in shared if key in hf}
-    return {**outer, **text, "model_type": MULTIMODAL[kind]}
+    own_kind = text.get("model_type")
+    family = own_kind if own_kind in FAMILIES else MULTIMODAL[kind]
+    part = {**outer, **text, "model_type": family}
+    if "tie_word_embeddings" in outer:  # transformers ties what the whole says
+        part["tie_word_embeddings"] = outer["tie_word_embeddings"]
+    return part
 
 
 def family_of(hf: Mapping[str, Any], *, where: str = "config.json") -> str:

@@ -72,7 +72,7 @@ class _Layer(Structure):
             for name in ("before_attention", "after_attention", "before_mlp", "after_mlp")
         ),
         *((name, _Norm) for name in ("q_norm", "k_norm")),
-        *((name, c_void_p) for name in ("cos", "sin", "keys", "values")),
+        *((name, c_void_p) for name in ("cos", "sin", "growth", "keys", "values")),
         ("capacity", c_int64),
     )
 
@@ -242,6 +242,8 @@ class CompiledStep:
             if table is not None:
                 layer.cos = table.cos.data_ptr()
                 layer.sin = table.sin.data_ptr()
+                if table.query_scale is not None:
+                    layer.growth = table.query_scale.data_ptr()
             self._model.cache_kind = KINDS[keys.dtype]
 
     def _layer(self, block: Any) -> _Layer:

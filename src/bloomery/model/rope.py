@@ -15,10 +15,11 @@ from bloomery.model.norms import widened
 
 
 class Rotary(NamedTuple):
-    """cos and sin of every position's angles, float32 [B or 1, T, 1, R]."""
+    """cos and sin of every position's angles, float32 [B or 1, T, 1, R]; the factor of queries [B or 1, T, 1, 1]."""
 
     cos: Tensor
     sin: Tensor
+    query_scale: Tensor | None = None
 
 
 def frequencies(config: ModelConfig, rotation: Rotation, length: Tensor | int) -> Tensor:
@@ -137,7 +138,12 @@ def rotary_tables(positions: Tensor, kept: Frequencies, rotation: Rotation) -> R
     angles = (positions[..., None].float() * kept.at(positions, rotation)).unsqueeze(-2)
     angles = angles if angles.ndim == 4 else angles.unsqueeze(0)
     scale = table_scale(kept.config, rotation.scaling)
-    return Rotary(angles.cos() * scale, angles.sin() * scale)
+    query_scale = None
+    if (growth := rotation.query_scale) is not None:
+        periods = torch.floor(positions.float() / growth.every)
+        query_scale = (1 + growth.beta * torch.log(1 + periods))[..., None, None]
+        query_scale = query_scale if query_scale.ndim == 4 else query_scale.unsqueeze(0)
+    return Rotary(angles.cos() * scale, angles.sin() * scale, query_scale)
 
 
 class _Rotate(torch.autograd.Function):

@@ -46,6 +46,7 @@ struct Layer {
     Matrix q, k, v, o, gate, up, down;
     Norm before_attention, after_attention, before_mlp, after_mlp, q_norm, k_norm;
     const float *cos, *sin;  // [positions, half]; null: nothing rotates
+    const float *growth;     // [positions], of queries; null: 1
     void *keys, *values;     // [slots, kv_heads, capacity, width]; a ring where more positions than `capacity` came
     Long capacity;
 };
@@ -416,7 +417,12 @@ static void run(const Model &model, Long count, const Long *slots, const Long *p
                     normed(norm, from, width, whole.data());
                     from = whole.data();
                 }
-                if (query) { turned(from, width, model.half, cos, sin, &turned_q[t * queries + own * width]); continue; }
+                if (query) {
+                    float *asked = &turned_q[t * queries + own * width];
+                    turned(from, width, model.half, cos, sin, asked);
+                    if (layer.growth) for (Long i = 0; i < width; i++) asked[i] *= layer.growth[position];
+                    continue;
+                }
                 T *into = (T *)(key ? layer.keys : layer.values);
                 into += ((slots[t] * kv + own) * layer.capacity + position % layer.capacity) * width;
                 float *final = scores.data();  // not used yet

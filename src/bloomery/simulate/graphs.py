@@ -67,7 +67,7 @@ class _Graphs:
                 field.name for field in fields(layout) if getattr(layout, field.name) is not None
             ]
             layout_tensors = [getattr(layout, name) for name in layout_names]
-            tables = [] if rotary is None else list(rotary)
+            tables = [] if rotary is None else [table for table in rotary if table is not None]
             inputs = [*block.parameters(), *block.buffers()], tables, layout_tensors, x_BTD
             # The first call traces, which makes tensors that a compiled block does not. What it saves for backward is
             # kept from the hooks of activation checkpointing, which would miss it in the recomputation.

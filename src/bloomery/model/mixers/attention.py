@@ -96,6 +96,8 @@ class Attention(nn.Module):
         if rotary is not None:
             q = rotate(q, rotary, v.dtype)
             k = rotate(k, rotary, v.dtype)
+            if rotary.query_scale is not None:
+                q = q * rotary.query_scale.to(v.dtype)
         q_BHTE, k_BKTE, v_BKTE = (x.transpose(1, 2) for x in (q, k, v))
 
         # While text is generated, the new tokens also see the keys and values of all tokens before, from a cache. Where

@@ -1,0 +1,64 @@
+"""Ministral 3: Mistral whose queries grow with their position."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from bloomery.facts.config import ModelConfig, QueryScale
+from bloomery.facts.config_fields import Fields, HfKeys, ModelFacts, rope_keys
+from bloomery.facts.family import Family
+from bloomery.facts.family_rules import first_window, windows_everywhere
+
+_BETA = "llama_4_scaling_beta"
+
+
+def _query_scale(fields: Fields, _facts: ModelFacts) -> ModelFacts:
+    """Both numbers stand among the settings of the rotation."""
+    rope_fields = fields.inside("rope_scaling") or fields.inside("rope_parameters")
+    if rope_fields is None or not rope_fields.number(_BETA, default=0.0):
+        return {}
+    every = rope_fields.size("original_max_position_embeddings", 2**31)
+    return {"query_scale": QueryScale(beta=rope_fields.number(_BETA), every=every)}
+
+
+def _write(config: ModelConfig) -> HfKeys:
+    """transformers has no layers of the family without the two numbers: 0 says that queries do not grow."""
+    scale = config.query_scale or QueryScale(beta=0.0, every=config.max_positions)
+    keys = rope_keys(config)
+    numbers = {_BETA: scale.beta, "original_max_position_embeddings": scale.every}
+    return {
+        "sliding_window": first_window(config),
+        "rope_parameters": keys["rope_parameters"] | numbers,
+        "rope_scaling": keys["rope_scaling"] and keys["rope_scaling"] | numbers,
+    }
+
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "ministral3": Family(
+            "Ministral3ForCausalLM",
+            "Ministral 3",
+            windows=windows_everywhere,
+            extra=_query_scale,
+            write=_write,
+            defaults={
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+                "max_position_embeddings": 262144,
+                "rms_norm_eps": 1e-5,
+                "hidden_act": "silu",
+                "rope_theta": 1e6,
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e6,
+                    "factor": 16.0,
+                    "original_max_position_embeddings": 16384,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 1.0,
+                    _BETA: 0.1,
+                },
+            },
+        ),
+    }
+)

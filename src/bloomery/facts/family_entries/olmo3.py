@@ -1,0 +1,36 @@
+"""OLMo 3: OLMo 2 with windows, whose layers rotate without the scaling of the others."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from bloomery.facts.config_fields import Fields
+from bloomery.facts.family import BIASES, Family
+from bloomery.facts.family_rules import layer_types, windows_by_type
+
+
+def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    return windows_by_type(fields, layers, lambda n: (n + 1) % 4 != 0)
+
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "olmo3": Family(
+            "Olmo3ForCausalLM",
+            "OLMo 3",
+            {"norm_placement": "after", "qk_norm": "full"},
+            flags=BIASES,
+            windows=_windows,
+            write=layer_types,
+            has_local_rope=True,
+            defaults={
+                "max_position_embeddings": 2048,
+                "rms_norm_eps": 1e-5,
+                "hidden_act": "silu",
+                "rope_theta": 5e5,
+                # Of an older file transformers gives `rope_theta` to the layers without a window alone.
+                "rope_local_base_freq": 5e5,
+                "sliding_window": 4096,
+            },
+        ),
+    }
+)
