@@ -68,6 +68,30 @@ def test_flops_equal_the_counter(case: str, backward: bool) -> None:
     assert counter.get_total_flops() == 2 * 24 * flops_per_token(config, 24, backward=backward)
 
 
+@pytest.mark.parametrize("length", [24, 64, 100])
+def test_flops_of_delta_nets_equal_the_counter(length: int) -> None:
+    """Backward computes the rule once more, and a product for each system; nothing reads the first state, and nobody
+    the last one.
+    """
+    config = config_of("qwen3.5")
+    decoder = decoder_on_meta(config)
+    tokens = torch.zeros(2, length, dtype=torch.long, device="meta")
+    forward = round(2 * length * flops_per_token(config, length, backward=False))
+    with FlopCounterMode(display=False) as counter:
+        loss = decoder(tokens).head.sum()
+        assert counter.get_total_flops() == forward
+        loss.backward()
+    delta_layers = [layer for layer in layers(config) if layer.delta_net is not None]
+    assert len(delta_layers) == 3
+    again = round(2 * length * sum(layer.mixer_flops(length) for layer in delta_layers))
+    sizes = delta_layers[0].delta_net
+    product_with_state = 2 * 64 * sizes.num_value_heads * sizes.key_head_dim * sizes.value_head_dim
+    saved = 2 * 3 * 4 * product_with_state
+    widths = sizes.num_value_heads * (sizes.key_head_dim + sizes.value_head_dim)
+    systems = 2 * 3 * -(-length // 64) * 2 * 64 * 64 * widths
+    assert counter.get_total_flops() == 3 * forward + again + systems - saved
+
+
 @pytest.mark.parametrize(("name", "millions"), [("tiny", 51), ("small", 124), ("medium", 254)])
 def test_presets_have_the_sizes_that_their_descriptions_say(name: str, millions: int) -> None:
     assert round(parameter_count(preset(f"go-coder-{name}")) / 1e6) == millions

@@ -28,6 +28,7 @@ Shape = tuple[int, ...]
 MIXER_MODULES: Mapping[Mixer, str] = MappingProxyType(
     {"attention": "self_attn", "delta_net": "linear_attn", "short_convolution": "conv"}
 )
+DELTA_CHUNK = 64  # tokens that a delta net computes at once; transformers and flash-linear-attention have as many
 STATE_BYTES = 4  # of a number of a delta net's state, which is float32 in every precision
 
 
@@ -116,6 +117,31 @@ class Layer:
         seen_tokens = tokens if self.window is None else min(tokens, self.window)
         return itemsize * 2 * self.key_width * seen_tokens
 
+    def mixer_flops(self, sequence_length: int) -> float:
+        """FLOPs per token in forward of the products that are no matrices of the layer.
+
+        Attention: all scores, and the values that they weigh. A delta net, in each chunk: products of keys, and of
+        queries, with keys; the scores times what was written; the state read twice and written once. As torch counts,
+        without the triangular system that is solved (`solve_flops`).
+        """
+        if self.delta_net is not None:
+            sizes = self.delta_net
+            per_head = (
+                2 * DELTA_CHUNK * sizes.key_head_dim
+                + DELTA_CHUNK * sizes.value_head_dim
+                + 3 * sizes.key_head_dim * sizes.value_head_dim
+            )
+            return 2.0 * sizes.num_value_heads * per_head * _padded(sequence_length)
+        return 4.0 * sequence_length * self.query_width
+
+    def solve_flops(self, sequence_length: int) -> float:
+        """FLOPs per token in forward of a delta net's triangular systems, of which torch counts none."""
+        if self.delta_net is None:
+            return 0.0
+        sizes = self.delta_net
+        widths = sizes.num_value_heads * (sizes.key_head_dim + sizes.value_head_dim)
+        return 1.0 * DELTA_CHUNK * widths * _padded(sequence_length)
+
     @property
     def total_parameters(self) -> int:
         return sum(math.prod(shape) for _, shape in self.shapes)
@@ -129,6 +155,11 @@ class Layer:
     def active_products(self) -> int:
         """Multiply-adds of a token in the layer's matrices."""
         return sum(matrix.size for matrix in self.matrices) + self.expert_products
+
+
+def _padded(sequence_length: int) -> float:
+    """Tokens of the chunks of a sequence over its own."""
+    return math.ceil(sequence_length / DELTA_CHUNK) * DELTA_CHUNK / sequence_length
 
 
 @cache
@@ -420,12 +451,12 @@ def flops_per_token(config: ModelConfig, sequence_length: int, *, backward: bool
 
     Matmuls only. Attention counts all T x T scores, including masked ones: the convention of
     torch's FlopCounterMode and of most published MFU figures (PaLM, appendix B). Backward is
-    twice forward; recomputation (activation checkpointing, logits in chunks) does not count.
+    twice forward; recomputation (activation checkpointing, logits in chunks, delta rules) does not count.
     """
     head_outputs = 1 if config.head == "values" else config.vocab_size
     products = head_outputs * config.hidden_size
-    attention = 0
+    mixers = 0.0
     for layer in layers(config):
         products += layer.active_products
-        attention += 4 * sequence_length * layer.query_width
-    return float(2 * products + attention) * (3 if backward else 1)
+        mixers += layer.mixer_flops(sequence_length)
+    return float(2 * products + mixers) * (3 if backward else 1)

@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 64  # tokens; transformers and flash-linear-attention have the same
+from bloomery.facts.counting import DELTA_CHUNK
+
+CHUNK = DELTA_CHUNK
 
 
 def chunked_delta_rule(

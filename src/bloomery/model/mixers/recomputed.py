@@ -4,7 +4,7 @@ Unlike a checkpoint of torch it can be called inside one, of any kind: it is one
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -60,7 +60,8 @@ def _inside(inputs: Sequence[Tensor | None]) -> Iterator[None]:
     device = next(tensor.device.type for tensor in inputs if tensor is not None)
     token = _is_inside.set(True)
     try:
-        with torch.autocast(device, enabled=False):
+        # PyTorch has no autocast of meta tensors.
+        with nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
             yield
     finally:
         _is_inside.reset(token)

@@ -16,15 +16,19 @@ from bloomery.facts.limits import (
     DEQUANTIZED_ON_GPU,
     GPU_SCORES,
 )
+from bloomery.plan.estimate import delta_net
 from bloomery.plan.estimate.states import TrainedLayer
 from bloomery.plan.estimate.step import StepShape
 
 # Bytes of a score of a tile in backward: three float32 values, 16 random bits and a mask.
 TILE_SCORE_BYTES = 15
+DELTA_NET_INPUTS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+MIXER_OUTPUT = {"delta_net": "linear_attn.out_proj", "short_convolution": "conv.out_proj"}
 # Modules that read one input.
 MODULES_WITH_ONE_INPUT = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     ("mlp.gate_proj", "mlp.up_proj"),
+    tuple(f"linear_attn.{name}" for name in DELTA_NET_INPUTS),
 )
 INPUT_BYTES = 36  # per token: ids, labels, positions, documents, loss mask
 LABEL_BYTES = 44  # per token: loss mask, logits of the labels, sums and gradients
@@ -99,7 +103,7 @@ def layer_bytes(step: StepShape, layer: TrainedLayer) -> float:
 def layer_bytes_per_token(step: StepShape, layer: TrainedLayer) -> float:
     """Without quadratic scores: 38 h for a GPT block with dropout in half precision on a GPU."""
     return (
-        _attention_bytes(step, layer)
+        _mixer_bytes(step, layer)
         + _norm_bytes(step)
         + _mlp_bytes(step, layer)
         + _adapter_bytes(step, layer)
@@ -109,15 +113,18 @@ def layer_bytes_per_token(step: StepShape, layer: TrainedLayer) -> float:
 def _product_bytes_per_token(step: StepShape, layer: TrainedLayer) -> float:
     """Results of a layer's matmuls and of attention."""
     facts = layer.layer
-    widths = (
-        2 * facts.query_width
-        + 2 * facts.key_width
-        + 2 * step.config.hidden_size
-        + (2 if facts.gated_mlp else 1) * facts.intermediate_size
-    )
+    hidden_size = step.config.hidden_size
+    widths = hidden_size + (2 if facts.gated_mlp else 1) * facts.intermediate_size
+    if facts.delta_net is not None:
+        products = delta_net.product_bytes_per_token(step, facts.delta_net)
+        return step.element_bytes * widths + products
+    if facts.short_convolution is not None:
+        return float(step.element_bytes * (widths + 4 * hidden_size))
+    widths += hidden_size + (3 if step.config.attention_gate else 2) * facts.query_width
+    widths += 2 * facts.key_width
     if step.context > 1:  # results of the exchanges, before and after attention
         widths += 2 * facts.query_width + 2 * facts.key_width
-    return step.element_bytes * widths + 4 * facts.num_heads
+    return float(step.element_bytes * widths + 4 * facts.num_heads)
 
 
 def _product_bytes_of_scores(step: StepShape, layer: TrainedLayer) -> float:
@@ -156,13 +163,39 @@ def _norm_input_bytes(step: StepShape) -> int:
     return 4 if step.on_gpu and step.mixed and not step.compiled else step.element_bytes
 
 
+def _mixer_bytes(step: StepShape, layer: TrainedLayer) -> float:
+    facts = layer.layer
+    if facts.delta_net is not None:
+        return delta_net.kept_bytes_per_token(
+            step,
+            facts.delta_net,
+            keeps_input=_keeps_input(step, layer, *DELTA_NET_INPUTS),
+            keeps_output=_keeps_input(step, layer, "out_proj"),
+        )
+    if facts.short_convolution is not None:
+        return _convolution_bytes(step, layer)
+    return _attention_bytes(step, layer)
+
+
+def _convolution_bytes(step: StepShape, layer: TrainedLayer) -> float:
+    """A gated convolution keeps both gates and what they multiply, before and after it."""
+    widths = 5 + _keeps_input(step, layer, "in_proj") + _keeps_input(step, layer, "out_proj")
+    return float(step.element_bytes * step.config.hidden_size * widths)
+
+
 def _attention_bytes(step: StepShape, layer: TrainedLayer) -> float:
-    """Attention keeps its input, q and its output, k and v, a log-sum-exp per head; a norm of q and k its inputs."""
+    """Attention keeps its input, q and its output, k and v, a log-sum-exp per head; a norm of q and k its inputs.
+
+    A gate of its output keeps its sigmoid, and the product of both where o_proj does.
+    """
     facts = layer.layer
     total = float(step.element_bytes * (2 * facts.query_width + 2 * facts.key_width))
     # Exchanged back, the output is another tensor, which o_proj may keep.
     if step.context > 1 and _keeps_input(step, layer, "o_proj"):
         total += step.element_bytes * facts.query_width
+    if step.config.attention_gate:
+        gated = 1 + _keeps_input(step, layer, "o_proj")
+        total += step.element_bytes * gated * facts.query_width
     if _keeps_input(step, layer, "q_proj", "k_proj", "v_proj"):
         total += step.element_bytes * step.config.hidden_size
     if step.config.qk_norm != "none":
@@ -274,25 +307,46 @@ def backward_bytes(step: StepShape, layer: TrainedLayer) -> float:
         )
     mlp = tokens * (stream_bytes + element_bytes * (hidden_size + inner_width)) + matrix_bytes
 
-    # Gradients of the MLP wait while attention is differentiated, unless they are accumulated or used at once. A
+    # Gradients of the MLP wait while the mixer is differentiated, unless they are accumulated or used at once. A
     # compiled graph returns all gradients of its layer together.
-    waiting_values = sum(size for name, size in trained_sizes.items() if name.startswith("mlp."))
+    waiting_modules = (
+        ("mlp.",) if facts.mixer == "attention" else ("mlp.", MIXER_OUTPUT[facts.mixer])
+    )
+    waiting_values = sum(
+        size for name, size in trained_sizes.items() if name.startswith(waiting_modules)
+    )
     if step.compiled and trained_sizes:
         waiting_values = layer.trainable_values
     elif step.accumulating or step.mode.fused_backward:
         waiting_values = 0
-    projection_width = 2 * (facts.query_width + facts.key_width)
-    attention = (
-        tokens * (stream_bytes + element_bytes * projection_width)
+    mixer = (
+        tokens * (stream_bytes + element_bytes * _passing_width(layer))
         + waiting_values * step.layer_gradient_bytes
-        + attention_scratch(step, layer)
+        + mixer_scratch(step, layer)
     )
     # By then what the MLP kept is free.
-    return max(mlp, attention - tokens * _mlp_bytes(step, layer))
+    return max(mlp, mixer - tokens * _mlp_bytes(step, layer))
 
 
-def attention_scratch(step: StepShape, layer: TrainedLayer) -> float:
-    """Temporary bytes of attention in backward, in addition to gradients: its kernel's, and those of an exchange."""
+def _passing_width(layer: TrainedLayer) -> int:
+    """Values per token whose gradients pass through a mixer at once, without what its scratch counts."""
+    facts = layer.layer
+    if facts.delta_net is not None:
+        return facts.delta_net.value_width
+    if facts.short_convolution is not None:
+        return 4 * facts.hidden_size
+    return 2 * (facts.query_width + facts.key_width)
+
+
+def mixer_scratch(step: StepShape, layer: TrainedLayer) -> float:
+    """Temporary bytes of a mixer in backward, in addition to gradients: its kernel's, and those of an exchange."""
+    facts = layer.layer
+    if facts.delta_net is not None:
+        return delta_net.backward_scratch(step, facts.delta_net)
+    if (
+        facts.short_convolution is not None
+    ):  # a wide gradient of the convolution's result, and of its input
+        return float(8 * step.tokens_per_micro_batch * step.config.hidden_size)
     return _kernel_scratch(step, layer) + exchange_scratch(step, layer)
 
 

@@ -4,6 +4,8 @@ An operator is a call that computes; views and allocations are part of its time.
 dispatches (tests/plan/test_operators.py compares them).
 """
 
+from bloomery.facts.counting import DELTA_CHUNK
+from bloomery.facts.limits import delta_net_groups
 from bloomery.hardware.machine import CpuCheck
 from bloomery.plan.estimate.states import TrainedLayer
 from bloomery.plan.estimate.step import StepShape
@@ -17,6 +19,10 @@ NORMS = {"layer": 2, "rms": 16, "rms_unit_offset": 18}
 ROTARY = 26  # of queries and of keys
 BIAS = 3  # the sum over its gradient, and casts of both
 BETWEEN = 15  # attention, residual stream, activation and gate
+# A delta net in place of attention: for each group of heads, and for each chunk of it. Backward computes both again.
+DELTA_NET = 500
+DELTA_NET_CHUNK = 40
+CONVOLUTION = 37  # in place of attention
 # LoRA's two matrices: six products, their casts, the scale and the addition, with their gradients.
 ADAPTER = 15
 # Outside the layers, of a micro-batch: embedding, last norm, loss, and the passes over each tile of the vocabulary.
@@ -53,9 +59,17 @@ def _operators_of(step: StepShape, layer: TrainedLayer) -> float:
     products = PRODUCTS * len(facts.matrices) + gradients * trained
     adapters = ADAPTER * sum(name.endswith("lora_A") for name in layer.adapter)
 
-    norms = len(config.block_norms) + (2 if config.qk_norm != "none" else 0)
+    has_attention = facts.mixer == "attention"
+    norms = len(config.block_norms) + (2 if config.qk_norm != "none" and has_attention else 0)
     between = NORMS[config.norm] * norms + BETWEEN
     between += BIAS * sum(matrix.bias for matrix in facts.matrices)
-    if config.positions == "rotary":
+    if facts.rotation is not None:
         between += ROTARY
-    return products + adapters + between * (COMPILED if step.compiled else 1.0)
+    if facts.short_convolution is not None:
+        between += CONVOLUTION
+    rule = 0.0
+    if facts.delta_net is not None:
+        groups = delta_net_groups(facts.delta_net, step.tokens_per_micro_batch, on_cpu=True)
+        chunks = -(-step.sequence_length // DELTA_CHUNK)
+        rule = groups * (DELTA_NET + DELTA_NET_CHUNK * chunks)
+    return products + adapters + rule + between * (COMPILED if step.compiled else 1.0)

@@ -14,6 +14,7 @@ from bloomery.facts.optimizers import OPTIMIZERS
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile
 from bloomery.hardware.specs import cpu_efficiency
+from bloomery.plan.estimate import delta_net
 from bloomery.plan.estimate.activations import keeps_scores, recomputed_shares
 from bloomery.plan.estimate.kernels import ScoreSeconds, TiledScores, kernel_seconds
 from bloomery.plan.estimate.operators import operator_seconds, operators_of_micro_batch
@@ -31,6 +32,7 @@ COMPILED_NORM = 20.0
 RESIDUALS = (24.0, 8.0)  # both additions of a layer
 ROTARY = (80.0, 16.0)  # per value of q and k
 HEADS = (24.0, 8.0)  # splitting and joining heads, biases: per value of q, k, v and the output
+CONVOLUTION = (90.0, 40.0)  # of three taps with a gate before and after, per value of the width
 GATED = (28.0, 14.0)  # act(gate) * up: per value of the inner width
 PLAIN = (10.0, 8.0)
 DROPOUT = (20.0, 4.0)
@@ -61,6 +63,9 @@ FUSED_ATTENTION_SHARE = 0.6
 # Attention's backward in units of its forward: recomputed scores make five matmuls against two.
 FLASH_BACKWARD = 2.5
 QUADRATIC_BACKWARD = 2.0
+RULE_BACKWARD = 3.0  # of a delta net: the gradients of its products, which are computed once more
+FLOAT32_SHARE = 1 / 8  # of a GPU's rate in half precision, where the table has none of float32
+ON_DEVICE = ("matmul", "attention", "delta rules", "memory-bound")  # parts of a step
 LAUNCHES = (110, 45)  # kernels of a layer and micro-batch, forward and backward: eager, compiled
 LAUNCH_SECONDS = 6e-6
 
@@ -71,6 +76,7 @@ class Rate:
 
     peak: float
     share: tuple[float, float, float]  # low, typical, high
+    float32_peak: float | None = None  # of delta rules, which are float32 in every precision
     bandwidth: float | None = None
     bandwidth_share: tuple[float, float, float] = BANDWIDTH_SHARE
     kernels: Mapping[str, ScoreSeconds] | None = None  # of the attention backend `triton`
@@ -79,7 +85,10 @@ class Rate:
     def shared(self, ranks: int) -> "Rate":
         """The rate of each of so many processes on the cores of one CPU."""
         return replace(
-            self, peak=self.peak / ranks, bandwidth=self.bandwidth and self.bandwidth / ranks
+            self,
+            peak=self.peak / ranks,
+            float32_peak=self.float32_peak and self.float32_peak / ranks,
+            bandwidth=self.bandwidth and self.bandwidth / ranks,
         )
 
 
@@ -90,6 +99,7 @@ class Recompute:
     products: float
     attention: float
     between: float
+    rules: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +114,7 @@ class Work:
     scores: TiledScores | None = None  # of the attention backend `triton`
     # On a CPU: the operators called one after the other, and the FLOPs of the optimizer.
     operators: float = 0.0
+    rules: float = 0.0  # FLOPs of delta rules
     update_products: float = 0.0
 
     def with_shard_of_update(self, shard: int) -> "Work":
@@ -124,7 +135,12 @@ def device_rate(
         peak = gpu.peak_flops(dtype) if gpu is not None else None
         if gpu is None or arch is None or arch.efficiency is None or peak is None:
             return None
-        return Rate(peak=peak, share=arch.efficiency, bandwidth=gpu.bandwidth_gbs * 1e9)
+        return Rate(
+            peak=peak,
+            float32_peak=gpu.peak_flops("float32"),
+            share=arch.efficiency,
+            bandwidth=gpu.bandwidth_gbs * 1e9,
+        )
 
     # A CPU: measured on this machine where it was checked, else the table's rate of a core.
     gain = COMPILED_GAIN if compiled else 1.0
@@ -133,6 +149,7 @@ def device_rate(
     if check is not None and dtype in check.gflops:
         return Rate(
             peak=check.gflops[dtype] * 1e9 * cores * gain,
+            float32_peak=check.gflops.get("float32", check.gflops[dtype]) * 1e9 * cores,
             share=CHECKED_PRODUCTS,
             bandwidth=check.copy_gbs * 1e9 * cores * gain,
             bandwidth_share=CHECKED_COPIES,
@@ -141,9 +158,11 @@ def device_rate(
     gflops_per_core = profile.cpu.gflops.get(dtype) if profile.cpu else None
     if gflops_per_core is None:
         return None
+    float32_gflops = profile.cpu.gflops.get("float32", gflops_per_core) if profile.cpu else 0.0
     low, typical, high = cpu_efficiency(width, dtype)
     return Rate(
         peak=gflops_per_core * 1e9 * cores,
+        float32_peak=float32_gflops * 1e9 * cores,
         share=(low, min(0.95, typical * gain), min(1.0, high * gain)),
         operators=operator_seconds(None),
     )
@@ -160,8 +179,12 @@ def layer_traffic(step: StepShape, layer: TrainedLayer) -> float:
     total = len(config.block_norms) * norm * width + RESIDUALS[compiled] * width
     total += HEADS[compiled] * 2 * projected_width
     total += (GATED if facts.gated_mlp else PLAIN)[compiled] * facts.intermediate_size
-    if config.positions == "rotary":
+    if facts.rotation is not None:
         total += ROTARY[compiled] * projected_width
+    if facts.delta_net is not None:
+        total += delta_net.traffic_per_token(facts.delta_net)
+    if facts.short_convolution is not None:
+        total += CONVOLUTION[compiled] * width
     if config.residual_dropout:
         total += DROPOUT[compiled] * width
     return total * step.element_bytes / 2
@@ -181,6 +204,14 @@ def score_traffic(step: StepShape, layer: TrainedLayer) -> float:
 def attention_flops(step: StepShape, layer: TrainedLayer) -> float:
     """FLOPs per token of one layer's scores in forward."""
     return 4.0 * _keys_per_query(step, layer) * layer.layer.query_width
+
+
+def rule_flops(step: StepShape, layer: TrainedLayer) -> float:
+    """FLOPs per token of a delta net's rule in forward, its triangular systems included; 0 of another mixer."""
+    facts = layer.layer
+    if facts.delta_net is None:
+        return 0.0
+    return facts.mixer_flops(step.sequence_length) + facts.solve_flops(step.sequence_length)
 
 
 def _keys_per_query(step: StepShape, layer: TrainedLayer) -> float:
@@ -225,6 +256,7 @@ def recompute(step: StepShape) -> Recompute:
         products=share_of([float(layer.layer.active_products) for layer in model.layers]),
         attention=share_of(model.by_layer(lambda layer: attention_flops(step, layer))),
         between=share_of(model.by_layer(lambda layer: layer_traffic(step, layer))),
+        rules=share_of(model.by_layer(lambda layer: rule_flops(step, layer))),
     )
 
 
@@ -259,6 +291,11 @@ def work_of(
         attention_forwards + attention_backward
     )
 
+    rule_forwards = 1 + step.extra_forwards + recomputed.rules
+    rules = sum(model.by_layer(lambda layer: rule_flops(step, layer))) * (
+        rule_forwards + RULE_BACKWARD
+    )
+
     # Bytes between matmuls. On a CPU compiled steps are faster as a whole, and casts make up for the bytes that half
     # precision saves.
     traffic_step = step if step.on_gpu else replace(step, compiled=False, precision="bfloat16")
@@ -285,6 +322,7 @@ def work_of(
     return Work(
         products=products * tokens,
         attention=attention * tokens,
+        rules=rules * tokens,
         between=between,
         update=update,
         launches=kernels * micro_batches if step.on_gpu else 0.0,
@@ -410,6 +448,9 @@ def step_parts(work: Work, rate: Rate) -> dict[str, Estimate]:
         "matmul": seconds(work.products, rate.peak, rate.share),
         "attention": seconds(work.attention, rate.peak, rate.share),
     }
+    if work.rules:
+        peak = rate.float32_peak or rate.peak * FLOAT32_SHARE
+        parts["delta rules"] = seconds(work.rules, peak, rate.share)
     if rate.operators is not None and work.operators:
         low, typical, high = (work.operators * each for each in rate.operators)
         parts["operators"] = Estimate(value=typical, low=low, high=high, origin="table")
@@ -426,7 +467,7 @@ def step_parts(work: Work, rate: Rate) -> dict[str, Estimate]:
         parts["optimizer"] = total({"bytes": parts["optimizer"], "products": products})
 
     # Small kernels that finish before the host has launched the next ones leave the device idle.
-    device_seconds = sum(parts[name].value for name in ("matmul", "attention", "memory-bound"))
+    device_seconds = sum(parts[name].value for name in ON_DEVICE if name in parts)
     idle = max(0.0, work.launches * LAUNCH_SECONDS - device_seconds)
     if idle > 0:
         parts["kernel launches"] = Estimate(value=idle, low=0.0, high=2 * idle, origin="table")
