@@ -22,7 +22,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "gpt_neox": _COMMON | {"intermediate_size": 48, "max_position_embeddings": 64},
     # its head has a bias
     "phi": _COMMON | {"intermediate_size": 48, "max_position_embeddings": 64},
-    "cohere": _LLAMA | _TOKENS,  # scales its logits, and ties its head
+    # scales its logits, ties its head, and norms each head by weights of its own
+    "cohere": _LLAMA | _TOKENS | {"use_qk_norm": True},
     "opt": _COMMON
     | {"ffn_dim": 48, "max_position_embeddings": 64, "word_embed_proj_dim": 32, **_TOKENS},
     "falcon": _COMMON | {"new_decoder_architecture": False, **_TOKENS},

@@ -38,6 +38,10 @@ SHAPES = [
     "llama-yarn",
     "olmo3",
     "ministral3",
+    "hunyuan",
+    "cohere2",
+    "glm4",
+    "nemotron",
 ]
 COLD = Sampling(max_new_tokens=12, temperature=0.0)
 

@@ -29,9 +29,12 @@ SIZES = dict(
 )
 SMALL = {name: dict(SIZES) for name in FAMILIES}
 SMALL["gpt2"] = dict(vocab_size=131, n_embd=48, n_layer=3, n_head=4, n_positions=64)
-for name in ("qwen3", "gemma", "gemma2", "gemma3_text"):
+for name in ("qwen3", "gemma", "gemma2", "gemma3_text", "ernie4_5", "glm", "glm4", "seed_oss"):
     SMALL[name]["head_dim"] = 16
-for name in ("gemma2", "gemma3_text", "mistral", "phi3"):
+for name in ("helium", "hunyuan_v1_dense"):
+    SMALL[name]["head_dim"] = 12
+SMALL["stablelm"]["partial_rotary_factor"] = 0.5
+for name in ("gemma2", "gemma3_text", "mistral", "phi3", "starcoder2", "exaone4", "cohere2"):
     SMALL[name]["sliding_window"] = 8
 
 
@@ -130,7 +133,11 @@ CHANGES = [
     # Keys of neighbors of these families, which their layers ignore.
     {"logit_scale": 0.5, "logits_scaling": 3.0, "residual_multiplier": 0.5},
     {"embedding_multiplier": 2.0, "attention_multiplier": 0.2, "scale_embedding": False},
-    {"qk_layernorm": True, "use_qk_norm": True, "clip_qkv": 0.1},
+    *({key: True} for key in ("qk_layernorm", "use_qk_norm", "use_parallel_residual")),
+    {"clip_qkv": 0.1},
+    *({"use_bias": value} for value in (True, False)),
+    {"residual_dropout": 0.3, "embedding_dropout": 0.3},
+    {"hidden_dropout": 0.3},
     {"rotary_dim": 4, "rotary_pct": 0.5, "rope_interleaved": True, "no_rope": True},
     {"attention_out_bias": True, "o_bias": True, "use_qkv_bias": True},
     {"attn_temperature_tuning": True, "use_mrope": True, "cache_implementation": "hybrid"},

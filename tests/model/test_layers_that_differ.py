@@ -245,7 +245,7 @@ STATES_A_MODEL = {
     "facts/counting.py",
     "facts/families.py",
     "facts/family_entries/*",
-    "facts/family_rules.py",
+    "facts/family_rules*.py",
     "facts/hf_config.py",
     "facts/config_fields.py",
     "model/configs.py",

@@ -58,6 +58,8 @@ OLMO3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
 }
 MINISTRAL_ROPE = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
+HUNYUAN_ROPE = {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 1e4}
+FULL = ["full_attention"] * 4
 # name -> (prefix of transformers' classes, settings of its config)
 CASES: dict[str, tuple[str, dict]] = {
     "gpt2": ("GPT2", GPT2),
@@ -173,6 +175,28 @@ CASES: dict[str, tuple[str, dict]] = {
     ),
     "olmo2": ("Olmo2", SMALL),
     "olmo2-bias": ("Olmo2", SMALL | dict(attention_bias=True, num_key_value_heads=4)),
+    "seed-oss": ("SeedOss", SMALL | dict(head_dim=16, attention_out_bias=True)),
+    "arcee": ("Arcee", SMALL | dict(mlp_bias=True)),
+    "starcoder2": ("Starcoder2", SMALL | dict(sliding_window=8)),
+    "ernie4.5": ("Ernie4_5", SMALL | dict(head_dim=16, use_bias=True)),
+    "helium": ("Helium", SMALL | dict(head_dim=12)),
+    "exaone4": ("Exaone4", SMALL | dict(sliding_window=8, sliding_window_pattern=2)),
+    "exaone4-full": ("Exaone4", SMALL | dict(sliding_window=None, layer_types=FULL)),
+    "hunyuan": (
+        "HunYuanDenseV1",
+        SMALL | dict(head_dim=16, rope_parameters=HUNYUAN_ROPE, tie_word_embeddings=True),
+    ),
+    "cohere": ("Cohere", SMALL | dict(logit_scale=0.3)),
+    "cohere2": ("Cohere2", SMALL | dict(sliding_window=8, logit_scale=0.5)),
+    "glm": ("Glm", SMALL | dict(head_dim=16)),
+    "glm4": ("Glm4", SMALL | dict(head_dim=16)),
+    "nemotron": ("Nemotron", SMALL),
+    "jais2": ("Jais2", SMALL),
+    "stablelm": ("StableLm", SMALL | dict(use_qkv_bias=True, partial_rotary_factor=0.5)),
+    "stablelm-parallel": (
+        "StableLm",
+        SMALL | dict(use_parallel_residual=True, partial_rotary_factor=0.5),
+    ),
     "phi3": ("Phi3", SMALL),
     "phi3-window": ("Phi3", SMALL | dict(sliding_window=8)),
     "phi4-partial": (
@@ -206,7 +230,9 @@ def tiny_reference(case: str) -> transformers.PreTrainedModel:
     torch.manual_seed(0)
     model = getattr(transformers, head)(config).eval()
     for name, parameter in model.named_parameters():
-        has_offset = prefix.startswith(("Gemma", "Qwen3_5")) and "linear_attn" not in name
+        has_offset = (
+            prefix.startswith(("Gemma", "Qwen3_5", "Nemotron")) and "linear_attn" not in name
+        )
         is_gain = parameter.ndim == 1 and "norm" in name and not has_offset
         centre = 1.0 if is_gain else 0.0
         torch.nn.init.normal_(parameter, centre, 0.2)

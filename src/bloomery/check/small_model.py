@@ -289,7 +289,7 @@ def disturb_weights(model: Decoder) -> None:
     and its gradients would be differences of nearly equal numbers.
     """
     config = model.config
-    offset = 1.0 if config.norm == "rms_unit_offset" else 0.0
+    offset = 1.0 if config.norm.endswith("unit_offset") else 0.0
     # Factors of what a fresh model has: the residual stream begins with numbers of size 1, and logits stay as they are.
     embedding_scale = 1.0 / config.initializer_range
     if config.scale_embeddings:

@@ -75,7 +75,7 @@ def _describe_model(writer: Any, config: ModelConfig, library: Any) -> None:
     writer.add_key_length(first_layer.head_dim)
     writer.add_value_length(first_layer.head_dim)
     writer.add_vocab_size(config.vocab_size)
-    if config.norm == "layer":
+    if config.norm.startswith("layer"):
         writer.add_layer_norm_eps(config.norm_eps)
     else:
         writer.add_layer_norm_rms_eps(config.norm_eps)
@@ -83,6 +83,8 @@ def _describe_model(writer: Any, config: ModelConfig, library: Any) -> None:
         writer.add_attn_logit_softcapping(config.attention_softcap)
     if config.final_softcap is not None:
         writer.add_final_logit_softcapping(config.final_softcap)
+    if config.logit_scale != 1.0:
+        writer.add_logit_scale(config.logit_scale)
     window = smallest_window(config)
     graph = supported_graph(config)
     if graph.window_period and window is not None:

@@ -230,10 +230,14 @@ def gguf_tensors(config: ModelConfig) -> tuple[GgufTensor, ...]:
 
         # q and k of graphs that rotate neighbors, and Gemma's norms, whose graph multiplies without adding 1.
         heads = 0
-        if graph.interleaved and target in ("attn_q", "attn_k"):
+        if graph.interleaved and not config.rope_interleave and target in ("attn_q", "attn_k"):
             layer = layers(config)[int(number)]
             heads = layer.num_heads if target == "attn_q" else layer.num_kv_heads
-        shift = 1.0 if config.norm == "rms_unit_offset" and "norm" in target else 0.0
+        shift = (
+            1.0
+            if config.norm.endswith("unit_offset") and "norm" in target and kind == "weight"
+            else 0.0
+        )
         tensor = f"{prefix}{target}.{kind}"
         piece = GgufTensor(tensor, parts, (num_rows, *shape[1:]), heads, shift)
         pieces.setdefault(tensor, piece)

@@ -5,9 +5,10 @@ from typing import Literal
 
 from bloomery.core.errors import UserError
 
-NormKind = Literal["rms", "rms_unit_offset", "layer"]
-QueryNorm = Literal["none", "head", "full"]  # of queries and keys
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+NormKind = Literal["rms", "rms_unit_offset", "layer", "layer_unit_offset"]
+# Of queries and keys: over each head, before or after it is rotated, or over all heads at once.
+QueryNorm = Literal["none", "head", "rotated_head", "full"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 RopeKind = Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
 Mixer = Literal["attention", "delta_net", "short_convolution"]  # mixes the tokens of a sequence
 
@@ -134,7 +135,7 @@ class ModelConfig:
     norm: NormKind = "rms"
     norm_eps: float = 1e-5
     norm_bias: bool = True  # layer norms only
-    norm_placement: Literal["before", "after", "both"] = "before"
+    norm_placement: Literal["before", "after", "both", "shared"] = "before"
     qk_norm: QueryNorm = "none"
     activation: Activation = "silu"
     gated_mlp: bool = True
@@ -147,6 +148,8 @@ class ModelConfig:
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     rotary_share: float = 1.0  # the part of each head that rotates
+    # neighboring numbers of a head turn together, in place of its halves
+    rope_interleave: bool = False
     query_scale: QueryScale | None = None
     local_rope_theta: float | None = None  # layers with a sliding window, where it differs
     rotary_layers: tuple[bool, ...] = ()  # layers that rotate at all; empty: every one
@@ -158,6 +161,7 @@ class ModelConfig:
     attention_scale: float | None = None  # None: head_dim ** -0.5
     attention_softcap: float | None = None
     final_softcap: float | None = None
+    logit_scale: float = 1.0  # of the logits; a reward model has none
     scale_embeddings: bool = False
     tie_embeddings: bool = False
     # then intermediate_size is the width of those that a token meets
@@ -187,6 +191,7 @@ class ModelConfig:
                 "pre_feedforward_layernorm",
                 "post_feedforward_layernorm",
             ),
+            "shared": ("input_layernorm",),
         }[self.norm_placement]
 
 

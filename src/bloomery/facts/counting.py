@@ -43,6 +43,7 @@ class Rotation:
     theta: float
     scaling: RopeScaling | None = None
     query_scale: QueryScale | None = None
+    interleave: bool = False  # neighbors turn together, in place of halves
 
 
 @dataclass(frozen=True)
@@ -252,14 +253,16 @@ def _rotation(
     if config.positions == "learned" or (config.rotary_layers and not config.rotary_layers[index]):
         return None
     width = int(sizes.head_dim * sizes.rotary_share)
+    interleave = config.rope_interleave
     # Layers with a window may rotate by a frequency of their own (Gemma 3).
     if window is not None and config.local_rope_theta is not None:
-        return Rotation(width=width, theta=config.local_rope_theta)
+        return Rotation(width=width, theta=config.local_rope_theta, interleave=interleave)
     return Rotation(
         width=width,
         theta=config.rope_theta,
         scaling=config.rope_scaling,
         query_scale=config.query_scale,
+        interleave=interleave,
     )
 
 
@@ -357,7 +360,7 @@ def _convolution_shapes(name: str, width: int, kernel: int) -> Iterator[tuple[st
 
 def _norm_shapes(config: ModelConfig, name: str, width: int) -> Iterator[tuple[str, Shape]]:
     yield f"{name}.weight", (width,)
-    if config.norm == "layer" and config.norm_bias:
+    if config.norm in ("layer", "layer_unit_offset") and config.norm_bias:
         yield f"{name}.bias", (width,)
 
 

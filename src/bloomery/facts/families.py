@@ -12,7 +12,17 @@ from types import MappingProxyType
 from bloomery.core.errors import UserError
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.family import Family
-from bloomery.facts.family_entries import gemma, gpt2, lfm, llama_like, ministral, olmo3, qwen
+from bloomery.facts.family_entries import (
+    gemma,
+    gpt2,
+    lfm,
+    llama_like,
+    ministral,
+    neighbor_rotation,
+    olmo3,
+    plain_mlp,
+    qwen,
+)
 from bloomery.facts.table import OpenTable
 
 FAMILIES: OpenTable[Family] = OpenTable(
@@ -24,6 +34,8 @@ FAMILIES: OpenTable[Family] = OpenTable(
         **lfm.FAMILIES,
         **olmo3.FAMILIES,
         **ministral.FAMILIES,
+        **neighbor_rotation.FAMILIES,
+        **plain_mlp.FAMILIES,
     }
 )
 

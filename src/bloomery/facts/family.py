@@ -33,6 +33,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 # Flags of families that have one key for both.
 BIASES = MappingProxyType({"attention_bias": "attention_bias", "output_bias": "attention_bias"})
@@ -105,6 +106,9 @@ class Family:
 
     # Keys that change the mathematics in a way that the decoder does not follow: a model where one is true is refused.
     refused: tuple[str, ...] = ("use_bidirectional_attention",)
+
+    # Keys that change it in a way that transformers' layers follow: a model where one is set has those.
+    by_transformers: tuple[str, ...] = ()
 
     # Keys that transformers' layers of the family do not read, though other programs may: a plan names them.
     ignored: tuple[str, ...] = ()

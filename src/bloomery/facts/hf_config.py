@@ -72,6 +72,10 @@ def config_from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> Mode
     for key in family.refused:
         if fields.flag(key):
             raise UserError(f"{key} is not supported", where=where, fix="choose another model")
+    for key in family.by_transformers:
+        if fields.get(key):
+            fix = "set model.implementation=transformers"
+            raise UserError(f"{key} is not supported natively", where=where, fix=fix)
     if fields.get("is_causal") is False:
         problem = "is_causal: false is not supported: tokens would see those after them"
         raise UserError(problem, where=where, fix="choose another model")

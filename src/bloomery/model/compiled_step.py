@@ -37,7 +37,8 @@ HUGE = 2**21  # bytes of a huge page
 MADV_HUGEPAGE = 14
 LEAST = 2**24  # bytes of weights: smaller models answer before the code is compiled
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+QUERY_NORMS = ("none", "head", "rotated_head", "full")
 # Modules other than linear maps that the code computes.
 SUPPORTED_MODULES = (
     Decoder,
@@ -94,7 +95,9 @@ class _Model(Structure):
                 "half",
                 "activation",
                 "cache_kind",
-                "qk_norm_full",
+                "qk_norm",
+                "interleave",
+                "shared_norm",
             )
         ),
         ("scale", c_float),
@@ -153,7 +156,7 @@ class CompiledStep:
         self._layers = (_Layer * config.num_layers)(*(self._layer(block) for block in blocks))
         self._model = _Model(
             self._layers,
-            self._norm(body.norm),
+            self._norm(body.norm, scale=config.logit_scale),
             self._matrix(decoder.lm_head, int8=quantized),
             config.num_layers,
             config.hidden_size,
@@ -164,7 +167,9 @@ class CompiledStep:
             next(iter(rotated_widths), 0) // 2,
             ACTIVATIONS.index(config.activation),
             0,
-            config.qk_norm == "full",
+            QUERY_NORMS.index(config.qk_norm),
+            config.rope_interleave,
+            config.norm_placement == "shared",
             first_layer.attention_scale,
             config.attention_softcap or 0.0,
         )
@@ -256,6 +261,8 @@ class CompiledStep:
         match self.config.norm_placement:
             case "before":
                 norm_names = ("input_layernorm", None, "post_attention_layernorm", None)
+            case "shared":
+                norm_names = ("input_layernorm", None, None, None)
             case "after":
                 norm_names = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
             case "both":
@@ -271,15 +278,18 @@ class CompiledStep:
         projections += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
         return _Layer(*map(self._matrix, projections), *map(self._norm, norms))
 
-    def _norm(self, norm: nn.Module | None) -> _Norm:
+    def _norm(self, norm: nn.Module | None, *, scale: float = 1.0) -> _Norm:
+        """`scale`: of what the norm makes."""
         if norm is None:
             return _Norm()
         assert isinstance(norm, RMSNorm | LayerNorm)
         gain = norm.weight.detach().float()
+        if norm.unit_offset:
+            gain = gain + 1
         if isinstance(norm, RMSNorm):
-            scale = gain + 1 if norm.unit_offset else gain
-            return _Norm(self._floats(scale), None, 0, norm.eps)
-        return _Norm(self._floats(gain), self._floats(norm.bias), 1, norm.eps)
+            return _Norm(self._floats(gain * scale), None, 0, norm.eps)
+        bias = None if norm.bias is None else norm.bias.detach().float() * scale
+        return _Norm(self._floats(gain * scale), self._floats(bias), 1, norm.eps)
 
     def _matrix(self, linear: nn.Module | None, *, int8: bool = False) -> _Matrix:
         """A linear map with its LoRA matrices. `int8`: a float weight is copied as int8."""

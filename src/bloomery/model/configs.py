@@ -56,7 +56,11 @@ def choose_implementation(config_json: Mapping[str, Any], implementation: str) -
     is_native_architecture = any(
         architecture == family.architecture for family in FAMILIES.values()
     )
-    if is_native_architecture or text_part(config_json).get("model_type") in FAMILIES:
+    family = FAMILIES.get(str(text_part(config_json).get("model_type")))
+    foreign_keys = () if family is None else family.by_transformers
+    if any(text_part(config_json).get(key) for key in foreign_keys):
+        return "transformers"
+    if is_native_architecture or family is not None:
         return "native"
     # Without transformers or a model_type, the native implementation reports what is missing.
     if find_spec("transformers") is None or "model_type" not in config_json:

@@ -25,7 +25,7 @@ from bloomery.model.heads import Head, Logits
 from bloomery.model.mixers.attention import Attention, SequenceExchange, plain_backend
 from bloomery.model.mixers.delta_net import GatedDeltaNet
 from bloomery.model.mixers.short_convolution import GatedShortConvolution
-from bloomery.model.norms import build_norm
+from bloomery.model.norms import build_norm, widened, working_dtype
 from bloomery.model.rope import Frequencies, Rotary, rotary_tables
 from bloomery.model.transformers_backend import TransformersBackbone, output_matrix
 
@@ -37,11 +37,16 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+def _relu2(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": _gelu_tanh,
     "relu": F.relu,
+    "relu2": _relu2,
 }
 
 
@@ -83,6 +88,7 @@ class Block(nn.Module):
     after (OLMo 2)    mixer, post_attention_layernorm; MLP, post_feedforward_layernorm
     both (Gemma 2)    input_layernorm, mixer, post_attention_layernorm;
                       pre_feedforward_layernorm, MLP, post_feedforward_layernorm
+    shared (Cohere)   input_layernorm, of which mixer and MLP both compute
 
     The mixer is a module of the name that `counting.MIXER_MODULES` gives its kind.
     """
@@ -115,11 +121,13 @@ class Block(nn.Module):
         cache: LayerCache | StateCache | None = None,
     ) -> Tensor:
         norm_before = self.placement != "after"
-        norm_after = self.placement != "before"
+        norm_after = self.placement in ("after", "both")
 
         # What the mixer makes is added to the residual stream x.
-        y_BTD = self.input_layernorm(x_BTD) if norm_before else x_BTD
-        y_BTD = self.drop(self.mixer(y_BTD, rotary, layout, cache))
+        normed_BTD = self.input_layernorm(x_BTD) if norm_before else x_BTD
+        y_BTD = self.drop(self.mixer(normed_BTD, rotary, layout, cache))
+        if self.placement == "shared":
+            return x_BTD + y_BTD + self.drop(self.mlp(normed_BTD))
         x_BTD = x_BTD + (self.post_attention_layernorm(y_BTD) if norm_after else y_BTD)
 
         # So is the MLP. Llama calls the norm before it post_attention_layernorm; with norms on both sides of attention,
@@ -227,13 +235,22 @@ class Backbone(nn.Module):
             if stage.has_head and group == len(stage.groups) - 1:
                 if self.seed_layer is not None and self.training:
                     self.seed_layer(self.config.num_layers)
-                x_BTD = self.norm(x_BTD)
+                x_BTD = self.normed(x_BTD)
             else:
                 assert self.link is not None, "a stage has a link to the one after"
                 x_BTD = self.link.send(group, x_BTD)
         if cache is not None:
             cache.advance(tokens_BT.shape[1])
         return x_BTD
+
+    def normed(self, x_BTD: Tensor) -> Tensor:
+        """What the head reads: the last hidden states, normed, and scaled instead of their logits."""
+        scale = self.config.logit_scale
+        if scale == 1.0 or self.config.head == "values":
+            normed_BTD: Tensor = self.norm(x_BTD)
+            return normed_BTD
+        wide_BTD: Tensor = self.norm(x_BTD, widened(x_BTD).dtype)
+        return (wide_BTD * scale).to(working_dtype(x_BTD))
 
     def positions(
         self, tokens_BT: Tensor, positions_BT: Tensor | None, cache: Cache | None

@@ -107,19 +107,24 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    def __init__(self, width: int, eps: float, *, bias: bool) -> None:
+    """`unit_offset`: the gain is 1 + weight."""
+
+    def __init__(self, width: int, eps: float, *, bias: bool, unit_offset: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
         self.bias = nn.Parameter(torch.empty(width)) if bias else None
         self.eps = eps
+        self.unit_offset = unit_offset
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """As `dtype`; None: in the dtype of the next matmul."""
-        normed = F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        gain = self.weight + 1 if self.unit_offset else self.weight
+        normed = F.layer_norm(x, self.weight.shape, gain, self.bias, self.eps)
         return normed.to(dtype or working_dtype(x))
 
 
 def build_norm(config: ModelConfig, width: int) -> nn.Module:
-    if config.norm == "layer":
-        return LayerNorm(width, config.norm_eps, bias=config.norm_bias)
-    return RMSNorm(width, config.norm_eps, unit_offset=config.norm == "rms_unit_offset")
+    has_offset = config.norm in ("rms_unit_offset", "layer_unit_offset")
+    if config.norm in ("layer", "layer_unit_offset"):
+        return LayerNorm(width, config.norm_eps, bias=config.norm_bias, unit_offset=has_offset)
+    return RMSNorm(width, config.norm_eps, unit_offset=has_offset)

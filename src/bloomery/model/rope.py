@@ -15,11 +15,15 @@ from bloomery.model.norms import widened
 
 
 class Rotary(NamedTuple):
-    """cos and sin of every position's angles, float32 [B or 1, T, 1, R]; the factor of queries [B or 1, T, 1, 1]."""
+    """cos and sin of every position's angles, float32 [B or 1, T, 1, R]; the factor of queries [B or 1, T, 1, 1].
+
+    `interleave`: neighboring numbers of a head turn together, in place of its halves.
+    """
 
     cos: Tensor
     sin: Tensor
     query_scale: Tensor | None = None
+    interleave: bool = False
 
 
 def frequencies(config: ModelConfig, rotation: Rotation, length: Tensor | int) -> Tensor:
@@ -143,7 +147,9 @@ def rotary_tables(positions: Tensor, kept: Frequencies, rotation: Rotation) -> R
         periods = torch.floor(positions.float() / growth.every)
         query_scale = (1 + growth.beta * torch.log(1 + periods))[..., None, None]
         query_scale = query_scale if query_scale.ndim == 4 else query_scale.unsqueeze(0)
-    return Rotary(angles.cos() * scale, angles.sin() * scale, query_scale)
+    cos = angles.cos() * scale
+    sin = angles.sin() * scale
+    return Rotary(cos, sin, query_scale, rotation.interleave)
 
 
 class _Rotate(torch.autograd.Function):
@@ -172,8 +178,19 @@ def _turned(x_BTHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((turned, plain_part.to(turned.dtype)), -1) if plain_part.shape[-1] else turned
 
 
+def _neighbors_apart(x_BTHE: Tensor, width: int) -> Tensor:
+    """The first `width` numbers of a head in the order that `_turned` takes: those of even places, then the others."""
+    pairs = x_BTHE[..., :width].unflatten(-1, (-1, 2))
+    return torch.cat((pairs[..., 0], pairs[..., 1], x_BTHE[..., width:]), -1)
+
+
 def rotate(x_BTHE: Tensor, rotary: Rotary, dtype: torch.dtype) -> Tensor:
-    """Turns the first 2R numbers of every head, in float32 at least, and answers as `dtype`; the rest stays."""
+    """Turns the first 2R numbers of every head, in float32 at least, and answers as `dtype`; the rest stays.
+
+    Neighbors that turn together come out half of 2R apart: in queries and keys alike, so that scores are the same.
+    """
+    if rotary.interleave:
+        x_BTHE = _neighbors_apart(x_BTHE, 2 * rotary.cos.shape[-1])
     # an autograd function costs as much as the rotation of one token
     if not torch.is_grad_enabled():
         return _turned(x_BTHE, rotary.cos, rotary.sin).to(dtype)

@@ -32,9 +32,11 @@ typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 typedef int8_t Bytes __attribute__((vector_size(LANES)));
 
+enum QueryNorm { NONE, HEAD, ROTATED_HEAD, FULL };
+
 struct Half { uint16_t bits; };  // bfloat16
 enum Kind { FLOAT32, BFLOAT16, INT8 };
-enum Activation { SILU, GELU, GELU_TANH, RELU };
+enum Activation { SILU, GELU, GELU_TANH, RELU, RELU2 };
 
 struct Matrix {  // weight [outputs, inputs]; LoRA adds B A, whose rank is a multiple of LANES, or 0
     const void *weight;
@@ -54,7 +56,8 @@ struct Model {
     const Layer *layers;
     Norm norm;
     Matrix head;
-    Long num_layers, hidden, inner, heads, kv_heads, width, half, activation, cache_kind, qk_norm_full;
+    Long num_layers, hidden, inner, heads, kv_heads, width, half, activation, cache_kind, qk_norm;
+    Long interleave, shared_norm;  // neighbors rotate, not halves; the MLP reads what attention reads
     float scale, softcap;  // of attention; no soft-cap: 0
 };
 
@@ -302,16 +305,20 @@ static void activate(Long kind, float *x, Long size) {
             if (kind == GELU) v = 0.5f * v * (1.0f + std::erf(v * 0.70710678f));
             else if (kind == GELU_TANH) v = 0.5f * v * (1.0f + std::tanh(0.79788456f * (v + 0.044715f * v * v * v)));
             else v = v > 0.0f || v != v ? v : 0.0f;
+            if (kind == RELU2) v *= v;
             x[i] = v;
         }
 }
 
-static void turned(const float *x, Long width, Long half, const float *cos, const float *sin, float *y) {
+// Neighbors that turn together come out `half` apart, as in PyTorch.
+static void turned(const float *x, Long width, Long half, const float *cos, const float *sin, Long interleave,
+                   float *y) {
     memcpy(y, x, width * sizeof *y);
     if (cos)
         for (Long i = 0; i < half; i++) {
-            y[i] = x[i] * cos[i] - x[half + i] * sin[i];
-            y[half + i] = x[half + i] * cos[i] + x[i] * sin[i];
+            float first = interleave ? x[2 * i] : x[i], second = interleave ? x[2 * i + 1] : x[half + i];
+            y[i] = first * cos[i] - second * sin[i];
+            y[half + i] = second * cos[i] + first * sin[i];
         }
 }
 
@@ -410,23 +417,22 @@ static void run(const Model &model, Long count, const Long *slots, const Long *p
                 Long own = query ? head : (head - heads) % kv;
                 const float *from = (query ? &q[t * queries] : key ? &k[t * narrow] : &v[t * narrow]) + own * width;
                 const Norm &norm = query ? layer.q_norm : layer.k_norm;
-                if ((query || key) && norm.gain && model.qk_norm_full) {
+                if ((query || key) && norm.gain && model.qk_norm == FULL) {
                     normed(norm, from - own * width, query ? queries : narrow, whole.data());
                     from = whole.data() + own * width;
-                } else if ((query || key) && norm.gain) {
+                } else if ((query || key) && norm.gain && model.qk_norm == HEAD) {
                     normed(norm, from, width, whole.data());
                     from = whole.data();
                 }
+                float *final = query ? &turned_q[t * queries + own * width] : scores.data();  // not used yet
+                turned(from, width, model.half, query || key ? cos : nullptr, sin, model.interleave, final);
+                if ((query || key) && norm.gain && model.qk_norm == ROTATED_HEAD) normed(norm, final, width, final);
                 if (query) {
-                    float *asked = &turned_q[t * queries + own * width];
-                    turned(from, width, model.half, cos, sin, asked);
-                    if (layer.growth) for (Long i = 0; i < width; i++) asked[i] *= layer.growth[position];
+                    if (layer.growth) for (Long i = 0; i < width; i++) final[i] *= layer.growth[position];
                     continue;
                 }
                 T *into = (T *)(key ? layer.keys : layer.values);
                 into += ((slots[t] * kv + own) * layer.capacity + position % layer.capacity) * width;
-                float *final = scores.data();  // not used yet
-                turned(from, width, model.half, key ? cos : nullptr, sin, final);
                 for (Long i = 0; i < width; i++) put(into + i, final[i]);
             }
 #pragma omp barrier
@@ -442,7 +448,7 @@ static void run(const Model &model, Long count, const Long *slots, const Long *p
             product(layer.o, mixed.data(), count, y.data(), thread, team);
 #pragma omp barrier
             add(y, layer.after_attention);
-            norm_all(layer.before_mlp);
+            if (!model.shared_norm) norm_all(layer.before_mlp);  // else n still has what attention read
             Part own = part_of(model.inner, ROWS, thread, team);
             if (layer.gate.weight) product(layer.gate, n.data(), count, gate.data(), thread, team);
             product(layer.up, n.data(), count, up.data(), thread, team);

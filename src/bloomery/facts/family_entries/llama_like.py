@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from bloomery.facts.family import BIASES, GATE_UP, QKV, Family, StoredNames
+from bloomery.facts.family import BIASES, GATE_UP, LLAMA_KEYS, QKV, Family, StoredNames
 from bloomery.facts.family_rules import (
     rotating_layers,
     windows_everywhere,
@@ -12,6 +12,16 @@ from bloomery.facts.family_rules import (
     write_mistral,
     write_phi3,
     write_smollm3,
+)
+from bloomery.facts.family_rules_dense import (
+    exaone4_rotation,
+    hunyuan_rotation,
+    seed_oss_dropout,
+    stablelm_facts,
+    windows_but_each,
+    write_rotation_in_windows,
+    write_seed_oss,
+    write_stablelm,
 )
 from bloomery.facts.gguf_graphs import GgufGraph
 
@@ -114,6 +124,83 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 fused={QKV: "attn_qkv", GATE_UP: "ffn_up"},
                 states_no_window=True,
             ),
+        ),
+        "seed_oss": Family(
+            "SeedOssForCausalLM",
+            "Seed-OSS",
+            flags={
+                "attention_bias": "attention_bias",
+                "output_bias": "attention_out_bias",
+                "mlp_bias": "mlp_bias",
+            },
+            extra=seed_oss_dropout,
+            write=write_seed_oss,
+            defaults={
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+                "max_position_embeddings": 524288,
+                "rms_norm_eps": 1e-6,
+                "hidden_act": "silu",
+                "rope_theta": 1e4,
+                "attention_bias": True,
+                "attention_dropout": 0.1,
+                "residual_dropout": 0.1,
+            },
+        ),
+        "exaone4": Family(
+            "Exaone4ForCausalLM",
+            "EXAONE 4",
+            {"norm_placement": "after", "qk_norm": "head"},
+            windows=windows_but_each,
+            extra=exaone4_rotation,
+            write=write_rotation_in_windows,
+            defaults={
+                "num_key_value_heads": 32,
+                "max_position_embeddings": 2048,
+                "rms_norm_eps": 1e-5,
+                "hidden_act": "silu",
+                "rope_theta": 1e4,
+                "sliding_window": 4096,
+            },
+        ),
+        "hunyuan_v1_dense": Family(
+            "HunYuanDenseV1ForCausalLM",
+            "Hunyuan",
+            {"qk_norm": "rotated_head"},
+            flags=BIASES,
+            extra=hunyuan_rotation,
+            defaults={
+                "max_position_embeddings": 2048,
+                "rms_norm_eps": 1e-5,
+                "hidden_act": "silu",
+                "rope_theta": 1e4,
+            },
+            stored=StoredNames(
+                renamed={
+                    "self_attn.q_norm": "self_attn.query_layernorm",
+                    "self_attn.k_norm": "self_attn.key_layernorm",
+                }
+            ),
+        ),
+        "stablelm": Family(
+            "StableLmForCausalLM",
+            "StableLM",
+            {"norm": "layer"},
+            keys={key: name for key, name in LLAMA_KEYS.items() if key != "head_dim"}
+            | {"norm_eps": "layer_norm_eps"},
+            flags={"attention_bias": "use_qkv_bias"},
+            extra=stablelm_facts,
+            write=write_stablelm,
+            reads_rotary_share=True,
+            defaults={
+                "num_key_value_heads": 32,
+                "max_position_embeddings": 4096,
+                "layer_norm_eps": 1e-5,
+                "hidden_act": "silu",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.25,
+            },
+            by_transformers=("qk_layernorm",),
         ),
     }
 )

@@ -43,7 +43,7 @@ from bloomery.model.io.stored import (
     stored_parameters,
     tensor_locations,
 )
-from bloomery.model.norms import RMSNorm
+from bloomery.model.norms import LayerNorm, RMSNorm
 from bloomery.model.transformers_backend import TransformersBackbone, loaded_safely
 from bloomery.model.transformers_checks import TOLERANCE, check_head
 from bloomery.recipe.schema import Quantize
@@ -221,7 +221,7 @@ def init_weights(decoder: Decoder, seed: int) -> None:
             put((rates * LARGEST_DECAY).clamp(min=0.01).log(), parameter)
         elif parameter.ndim == 1:
             owner = decoder.get_submodule(name.rpartition(".")[0])
-            offset = 1.0 if isinstance(owner, RMSNorm) and owner.unit_offset else 0.0
+            offset = 1.0 if isinstance(owner, RMSNorm | LayerNorm) and owner.unit_offset else 0.0
             parameter.fill_((last_gain if name == "model.norm.weight" else 1.0) - offset)
         else:
             put(_drawn(name, parameter.shape, config, seed), parameter)

@@ -63,7 +63,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(width, key_width, bias=config.attention_bias)
         self.v_proj = nn.Linear(width, key_width, bias=config.attention_bias)
         self.o_proj = nn.Linear(query_width, width, bias=config.output_bias)
-        if config.qk_norm == "head":
+        if config.qk_norm in ("head", "rotated_head"):
             self.q_norm = build_norm(config, layer.head_dim)
             self.k_norm = build_norm(config, layer.head_dim)
         elif config.qk_norm == "full":
@@ -83,8 +83,8 @@ class Attention(nn.Module):
             q_and_gate = q.unflatten(-1, (-1, 2, self.head_dim))
             q, gate_BTQ = (x.flatten(-2) for x in q_and_gate.unbind(-2))
 
-        # Queries and keys are normed over all heads at once, or, once split into heads, each by itself. Norm and
-        # rotation both compute in float32: nothing is rounded between them.
+        # Queries and keys are normed over all heads at once, or, once split into heads, each by itself, before or after
+        # their rotation. Norm and rotation both compute in float32: nothing is rounded between them.
         norm_dtype = v.dtype if rotary is None else torch.promote_types(v.dtype, torch.float32)
         if config.qk_norm == "full":
             q = self.q_norm(q, norm_dtype)
@@ -94,10 +94,14 @@ class Attention(nn.Module):
             q = self.q_norm(q, norm_dtype)
             k = self.k_norm(k, norm_dtype)
         if rotary is not None:
-            q = rotate(q, rotary, v.dtype)
-            k = rotate(k, rotary, v.dtype)
-            if rotary.query_scale is not None:
-                q = q * rotary.query_scale.to(v.dtype)
+            rotated_dtype = norm_dtype if config.qk_norm == "rotated_head" else v.dtype
+            q = rotate(q, rotary, rotated_dtype)
+            k = rotate(k, rotary, rotated_dtype)
+        if config.qk_norm == "rotated_head":
+            q = self.q_norm(q, v.dtype)
+            k = self.k_norm(k, v.dtype)
+        if rotary is not None and rotary.query_scale is not None:
+            q = q * rotary.query_scale.to(v.dtype)
         q_BHTE, k_BKTE, v_BKTE = (x.transpose(1, 2) for x in (q, k, v))
 
         # While text is generated, the new tokens also see the keys and values of all tokens before, from a cache. Where

@@ -143,12 +143,13 @@ def _norm_bytes(step: StepShape) -> float:
     """
     config = step.config
     width = config.hidden_size
-    statistic_bytes = 8 if config.norm == "layer" else 4
+    statistic_bytes = 8 if config.norm.startswith("layer") else 4
     result_bytes = _norm_input_bytes(step)
     input_bytes = {
         "before": [step.residual_bytes] * 2,
         "after": [result_bytes] * 2,
         "both": [step.residual_bytes, result_bytes, step.residual_bytes, result_bytes],
+        "shared": [step.residual_bytes],
     }[config.norm_placement]
     if step.compiled and config.norm_placement == "before":
         input_bytes = [step.residual_bytes, step.element_bytes]
@@ -222,6 +223,11 @@ def _mlp_bytes(step: StepShape, layer: TrainedLayer) -> float:
     if not _keeps_input(step, layer, "down_proj") and config.activation != "relu":
         inner_tensors -= 1
     input_width = config.hidden_size if _keeps_input(step, layer, "gate_proj", "up_proj") else 0
+    # Where attention reads the same, one tensor is kept for both.
+    if config.norm_placement == "shared" and _keeps_input(
+        step, layer, "q_proj", "k_proj", "v_proj"
+    ):
+        input_width = 0
     return step.element_bytes * (input_width + inner_tensors * facts.intermediate_size)
 
 

@@ -15,7 +15,7 @@ PRODUCTS = 2
 WEIGHT_GRADIENT = 1
 CASTS = 2  # of a trainable weight and of its gradient, in mixed precision
 # A norm of its own kind: an RMS norm is computed in float32, step by step.
-NORMS = {"layer": 2, "rms": 16, "rms_unit_offset": 18}
+NORMS = {"layer": 2, "layer_unit_offset": 4, "rms": 16, "rms_unit_offset": 18}
 ROTARY = 26  # of queries and of keys
 BIAS = 3  # the sum over its gradient, and casts of both
 BETWEEN = 15  # attention, residual stream, activation and gate

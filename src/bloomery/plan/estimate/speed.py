@@ -25,6 +25,7 @@ from bloomery.plan.types import Estimate
 # Bytes moved per token and value of a width, forward and backward, in half precision: (eager, compiled).
 EAGER_NORM = {
     "layer": 38.0,
+    "layer_unit_offset": 48.0,
     "rms": 100.0,
     "rms_unit_offset": 110.0,
 }  # an RMS norm is eight small kernels, a layer norm is one

@@ -1,0 +1,132 @@
+"""Families that rotate neighboring numbers of a head: ERNIE 4.5, Helium, Cohere's and GLM's."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from bloomery.facts.config_fields import ModelFacts
+from bloomery.facts.family import BIASES, GATE_UP, LLAMA_KEYS, Family, StoredNames
+from bloomery.facts.family_rules_dense import (
+    cohere_facts,
+    rotation_in_windows,
+    windows_but_each,
+    write_cohere,
+    write_rotation_in_windows,
+)
+
+_NEIGHBORS: ModelFacts = {"rope_interleave": True}
+# Attention and MLP read the same norm, which only centers, scales and multiplies.
+_COHERE_FACTS: ModelFacts = {
+    **_NEIGHBORS,
+    "norm": "layer",
+    "norm_bias": False,
+    "norm_placement": "shared",
+}
+_COHERE_DEFAULTS = {
+    "max_position_embeddings": 8192,
+    "layer_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "logit_scale": 0.0625,
+}
+_GLM_DEFAULTS = {
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1.5625e-7,
+    "hidden_act": "silu",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+}
+_GATE_UP = {GATE_UP: "mlp.gate_up_proj"}
+
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "ernie4_5": Family(
+            "Ernie4_5ForCausalLM",
+            "ERNIE 4.5",
+            _NEIGHBORS,
+            flags={
+                "attention_bias": "use_bias",
+                "output_bias": "use_bias",
+                "mlp_bias": "use_bias",
+            },
+            # Its attention has no dropout, whatever the config says.
+            extra=lambda _fields, _facts: {"attention_dropout": 0.0},
+            defaults={
+                "num_key_value_heads": 2,
+                "head_dim": 128,
+                "max_position_embeddings": 131072,
+                "rms_norm_eps": 1e-5,
+                "hidden_act": "silu",
+                "rope_theta": 5e5,
+                "tie_word_embeddings": True,
+            },
+        ),
+        "helium": Family(
+            "HeliumForCausalLM",
+            "Helium",
+            _NEIGHBORS,
+            flags={"attention_bias": "attention_bias", "mlp_bias": "mlp_bias"},
+            defaults={
+                "num_key_value_heads": 20,
+                "head_dim": 128,
+                "max_position_embeddings": 4096,
+                "rms_norm_eps": 1e-8,
+                "hidden_act": "silu",
+                "rope_theta": 1e5,
+            },
+        ),
+        "cohere": Family(
+            "CohereForCausalLM",
+            "Cohere",
+            _COHERE_FACTS,
+            keys=LLAMA_KEYS | {"norm_eps": "layer_norm_eps"},
+            flags=BIASES,
+            extra=cohere_facts,
+            write=write_cohere,
+            defaults=_COHERE_DEFAULTS | {"rope_theta": 5e5},
+            by_transformers=("use_qk_norm",),
+        ),
+        "cohere2": Family(
+            "Cohere2ForCausalLM",
+            "Cohere 2",
+            _COHERE_FACTS,
+            keys={key: name for key, name in LLAMA_KEYS.items() if key != "head_dim"}
+            | {"norm_eps": "layer_norm_eps"},
+            flags=BIASES,
+            windows=windows_but_each,
+            extra=lambda fields, facts: (
+                cohere_facts(fields, facts) | rotation_in_windows(fields, facts)
+            ),
+            write=lambda config: write_cohere(config) | write_rotation_in_windows(config),
+            defaults=_COHERE_DEFAULTS | {"rope_theta": 1e4, "sliding_window": 4096},
+        ),
+        "glm": Family(
+            "GlmForCausalLM",
+            "GLM",
+            _NEIGHBORS,
+            flags={"attention_bias": "attention_bias"},
+            defaults=_GLM_DEFAULTS,
+            reads_rotary_share=True,
+            stored=StoredNames(fused=_GATE_UP),
+        ),
+        "glm4": Family(
+            "Glm4ForCausalLM",
+            "GLM 4",
+            {**_NEIGHBORS, "norm_placement": "both"},
+            flags={"attention_bias": "attention_bias"},
+            defaults=_GLM_DEFAULTS,
+            reads_rotary_share=True,
+            stored=StoredNames(
+                renamed={
+                    "post_attention_layernorm": "post_self_attn_layernorm",
+                    "pre_feedforward_layernorm": "post_attention_layernorm",
+                    "post_feedforward_layernorm": "post_mlp_layernorm",
+                },
+                fused=_GATE_UP,
+            ),
+        ),
+    }
+)
