@@ -40,7 +40,7 @@ from bloomery.facts.config import ModelConfig, checked_config
 from bloomery.infer.load import Use
 from bloomery.infer.model_folder import ModelFiles, find_model
 from bloomery.model.configs import grown
-from bloomery.model.io.stored import find_tensors, read_object
+from bloomery.model.io.stored import dtype_of, read_object
 from bloomery.model.io.weights import VOCABULARY, fill_new_rows, write_json, write_model_piecewise
 
 LENGTH = "model_max_length"  # in tokenizer_config.json
@@ -141,7 +141,7 @@ def change(
     old_tokenizer = load_tokenizer(files.tokenizer)
     tokenizer = _changed_tokenizer(old_tokenizer, changes)
     new_ids = range(old_tokenizer.vocab_size, tokenizer.vocab_size)
-    stored_dtype = next(iter(find_tensors(files.base or files.weights).values())).dtype
+    stored_dtype = dtype_of(files.base or files.weights)
     target_dtype = stored_dtype if dtype is None else DTYPES[dtype]
     is_full_model = files.base is None
     weights = open_model(files.weights, target_dtype) if is_full_model else open_weights(files)

@@ -44,13 +44,20 @@ from bloomery.model.adapters.settings import (
     refuse_other_base,
     stated_settings,
 )
-from bloomery.model.configs import headers_of, read_config, stated_config, untied_note
+from bloomery.model.configs import (
+    headers_of,
+    quantized_as,
+    read_config,
+    stated_config,
+    untied_note,
+)
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.safetensors import TensorReader
 from bloomery.model.io.stored import (
     INDEX,
     SINGLE,
     StoredTensor,
+    dtype_of,
     find_tensors,
     read_object,
 )
@@ -110,7 +117,7 @@ def export(
     files = ModelFiles(source, None, source)
     config = read_config(source)
     tensors = find_tensors(source)
-    stored_dtype = next(iter(tensors.values())).dtype
+    stored_dtype = dtype_of(source)
     target_dtype = stored_dtype if dtype is None else DTYPES[dtype]
 
     # Weights that stay as they are are copied. Of a multimodal model the language model is written under the names
@@ -118,9 +125,11 @@ def export(
     full_config = stated_config(source)
     is_text_part = text_part(full_config) is not full_config
     keeps_dtypes = dtype is None or all(stored.dtype == target_dtype for stored in tensors.values())
+    # Quantized weights are written as numbers: no folder with half of a format is left.
+    is_packed = any(stored.packing is not None for stored in tensors.values())
     # Names that transformers would not find are written as it expects them.
     headers = headers_of(source)
-    is_copy = keeps_dtypes and not is_text_part and not headers.is_renamed
+    is_copy = keeps_dtypes and not is_text_part and not headers.is_renamed and not is_packed
     proofs = list(headers.notes)
     with draft_of(out) as draft:
         if is_copy:
@@ -179,6 +188,9 @@ def export_adapter(
         )
     base_name = base_of(model_files.base).name
     proofs = []
+    packing = quantized_as(model_files.base)
+    if packing:
+        proofs.append(f"belongs to {base_name}, whose weights are stored as {packing}")
     with draft_of(out) as draft:
         is_peft = adapter_file(model_files.weights) == TENSORS
         config = read_config(model_files.base)
@@ -206,7 +218,9 @@ def export_adapter(
                 draft, use or Use("cpu"), base=model_files.base, where=model_files.weights
             )
             proofs.append("read back: the tensors are identical and load into the base model")
-            proofs += check_in_library(draft, logits, config, base=model_files.base)
+            # transformers computes with quantized weights by kernels of other packages, mostly on a GPU.
+            if not packing:
+                proofs += check_in_library(draft, logits, config, base=model_files.base)
     return finished_export(out, proofs)
 
 
@@ -593,7 +607,7 @@ def _write_merged(
     """One parameter at a time where possible; PEFT methods and transformers' layers are merged as a whole model."""
     is_lora = read_settings(model_files.weights)["peft_type"] == "LORA"
     if is_lora and read_config(base).transformers_backend is None:
-        stored_dtype = next(iter(find_tensors(base).values())).dtype
+        stored_dtype = dtype_of(base)
         target_dtype = stored_dtype if dtype is None else DTYPES[dtype]
         opened = open_merged(model_files.weights, base, target_dtype, use.device)
         with opened as (read_parameter, config):

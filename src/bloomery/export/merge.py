@@ -32,7 +32,7 @@ from bloomery.facts.counting import parameter_shapes
 from bloomery.infer.load import Use
 from bloomery.infer.model_folder import ModelFiles, find_model
 from bloomery.model.adapters.settings import Base
-from bloomery.model.io.stored import find_tensors
+from bloomery.model.io.stored import dtype_of
 from bloomery.model.io.weights import write_model_piecewise
 
 # Facts of a config that do not change what a layer computes: the first model's are kept.
@@ -90,8 +90,7 @@ def merge(
         tokenizer = load_tokenizer(models[0].tokenizer)
         for files, (_, other_config) in zip(sources[1:], opened_models[1:], strict=True):
             _refuse_other(files, config, other_config, tokenizer, first=models[0])
-        tensors = find_tensors(models[0].base or models[0].weights)
-        stored_dtype = next(iter(tensors.values())).dtype
+        stored_dtype = dtype_of(models[0].base or models[0].weights)
         target_dtype = stored_dtype if dtype is None else DTYPES[dtype]
 
         @torch.no_grad()

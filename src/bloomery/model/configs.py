@@ -29,10 +29,13 @@ from bloomery.facts.hf_config import (
 from bloomery.facts.presets import preset
 from bloomery.facts.published import published_config
 from bloomery.hub import cached_model, local_model
+from bloomery.model.io.packed import QUANTIZATION_KEYS, is_read, quantization_of
 from bloomery.model.io.stored import (
     AGAIN,
     StoredParameters,
+    find_tensors,
     has_own_head,
+    is_bare,
     read_headers,
     read_object,
 )
@@ -76,8 +79,8 @@ def transformers_config(config_json: Mapping[str, Any], *, where: str) -> ModelC
     if find_spec("transformers") is None:
         problem = "transformers, which has the layers of this architecture, is not installed"
         raise UserError(problem, where=where, fix=install_extra("hf"))
-    if "quantization_config" in config_json:
-        problem = "not supported: training transformers' layers from quantized weights"
+    if not is_read(config_json):
+        problem = "not supported: training transformers' layers from weights that are quantized so"
         raise UserError(problem, where=where, fix="use the unquantized model")
     if any(key in config_json for key in ("vision_config", "audio_config", "text_config")):
         raise UserError(
@@ -85,8 +88,9 @@ def transformers_config(config_json: Mapping[str, Any], *, where: str) -> ModelC
             where=where,
             fix=OTHER_MODEL,
         )
-    # "auto_map" names Python code of the model's author, which is never run.
-    settings = {key: value for key, value in config_json.items() if key != "auto_map"}
+    # "auto_map" names Python code of the model's author, which is never run; quantized weights are read as numbers.
+    unused = ("auto_map", *QUANTIZATION_KEYS)
+    settings = {key: value for key, value in config_json.items() if key not in unused}
     return _quietly_probed(json.dumps(settings, sort_keys=True), where)
 
 
@@ -460,11 +464,35 @@ def _pretrained(model: schema.Model, vocab_size: int | None) -> ModelConfig:
 
     # The recipe can have transformers load what Bloomery could load itself.
     if config.transformers_backend is not None and model.load_with == "transformers":
+        _refuse_quantized(model.from_)
         config = replace(
             config,
             transformers_backend=replace(config.transformers_backend, safe_reason=SAFE_REASON),
         )
     return replace(config, **_dropout(model))
+
+
+def quantized_as(folder: Path) -> str:
+    """How matrices of the folder are stored in another program's format; "" where they are plain numbers.
+
+    Of a folder without weights, the method that config.json states. Raises UserError as `find_tensors` does.
+    """
+    settings = quantization_of(stated_config(folder))
+    if settings is None or is_bare(folder):
+        return "" if settings is None else str(settings["quant_method"])
+    packings = [tensor.packing for tensor in find_tensors(folder).values()]
+    return "; ".join(sorted({packing.label for packing in packings if packing is not None}))
+
+
+def _refuse_quantized(name: str) -> None:
+    """Raises UserError for a model that transformers is asked to load although its weights are quantized."""
+    folder = cached_model(name)
+    if folder is not None and (label := quantized_as(folder)):
+        raise UserError(
+            f"its weights are quantized ({label}), and transformers would keep them so",
+            where="model.load_with",
+            fix="leave model.load_with out, or use the unquantized model",
+        )
 
 
 def grown(config: ModelConfig, vocab_size: int) -> ModelConfig:

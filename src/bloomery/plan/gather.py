@@ -53,6 +53,7 @@ from bloomery.model.configs import (
     build_config,
     headers_of,
     known_config,
+    quantized_as,
     read_config,
     stated_config,
 )
@@ -69,7 +70,7 @@ from bloomery.plan.unsupported import (
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.objectives import Distill, Rollouts
 from bloomery.recipe.rewards import ModelReward
-from bloomery.recipe.schema import Model, Recipe, Source
+from bloomery.recipe.schema import Model, NoAdapter, Recipe, Source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +159,8 @@ def facts_of(
     if start is not None:
         in_table = cached_model(start) is None and published_config(start) is not None
         source = Path(start) if in_table else hub.local_model(start)
+    if start is not None:
+        refuse_training_codes(recipe, start)
     known_vocabulary = None if start is None else known_config(start).vocab_size
     added = 0 if start is None else new_tokens(recipe)
     ids = () if start is None else new_ids(recipe)
@@ -182,6 +185,27 @@ def facts_of(
         if start is None
         else (*_unrun_programs(start, config), *_reading_notes(start, config)),
         reward_models=tuple(config for config in reward_models if config is not None),
+    )
+
+
+def refuse_training_codes(recipe: Recipe, start: str) -> None:
+    """Raises UserError for full training of weights that are stored quantized: codes are a frozen base."""
+    if not isinstance(recipe.adapter, NoAdapter):
+        return
+    folder = cached_model(start, weights=hub.is_hub_id(start)) or cached_model(start)
+    if (
+        folder is None
+        or not (folder / "config.json").is_file()
+        or not (label := quantized_as(folder))
+    ):
+        return
+    raise UserError(
+        f"the weights of {folder.name if Path(start).exists() else start} are quantized ({label}): "
+        "they are a frozen base for an adapter, and not trained themselves",
+        where="model.from",
+        fix=f"set adapter.kind=lora; or `bloomery export {start} --to hf --out DIR`, which writes them as numbers, "
+        "and train DIR; or use the unquantized model",
+        code=2,
     )
 
 

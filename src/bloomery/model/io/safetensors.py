@@ -22,6 +22,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.progress import progress
 from bloomery.facts.config import ModelConfig
 from bloomery.model.io.stored import DTYPES, StoredTensor, stored_tensors, tensor_locations
+from bloomery.model.io.unpacking import open_rows
 
 Spec = tuple[tuple[int, ...], torch.dtype]  # of a tensor
 STAGE_BYTES = 16 * 2**20  # of a file, on the way to another dtype or device
@@ -90,7 +91,11 @@ class TensorReader:
 
     def fill(self, target: Tensor, source: StoredTensor, *, first: int, transposed: bool) -> None:
         """target = rows `first`.. of the stored tensor (columns where it is transposed), cast to the target's dtype."""
-        if transposed:
+        if source.packing is not None and not transposed:
+            rows = target if target.ndim else target[None]
+            for start, piece in self._unpacked(source, first, len(rows)):
+                rows[start : start + len(piece)].copy_(piece)
+        elif transposed:
             # The columns lie across the file: every row is read, and only its columns are kept.
             for start, piece in self.pieces(source, 0, source.shape[0], device=target.device):
                 columns = piece[:, first : first + len(target)]
@@ -113,10 +118,15 @@ class TensorReader:
         device: torch.device,
         multiple: int = 1,
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yields (how many rows came before, the next rows) of rows `first`.. on the device, as they are stored.
+        """Yields (how many rows came before, the next rows) of rows `first`.. on the device, as they are stored; packed
+        ones in float32.
 
         All but the last piece are of a multiple of `multiple` rows. A piece may only be read until the next is taken.
         """
+        if source.packing is not None:
+            for start, piece in self._unpacked(source, first, rows, multiple=multiple):
+                yield start, piece.to(device)
+            return
         # A piece is as large as a stage; a single row may be larger.
         row_shape = source.shape[1:]
         row_bytes = _row_bytes(source)
@@ -134,8 +144,27 @@ class TensorReader:
             self._read_into(host_rows, source, first + start)
             yield start, stage.send(host_rows)
 
+    def _unpacked(
+        self, source: StoredTensor, first: int, rows: int, *, multiple: int = 1
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Rows `first`.. of a packed matrix in float32, on the CPU, at most STAGE_BYTES at a time."""
+        unpacked_rows = open_rows(source, self.read)
+        row_bytes = 4 * math.prod(source.shape[1:])
+        rows_per_piece = multiple * max(1, STAGE_BYTES // (row_bytes * multiple))
+        for start in range(0, rows, rows_per_piece):
+            count = min(rows_per_piece, rows - start)
+            yield start, unpacked_rows(first + start, count)
+
     def read(self, source: StoredTensor, rows: tuple[int, int] | None = None) -> Tensor:
-        """The stored tensor on the CPU, in the dtype of the file; of `rows` (the first one, how many) these alone."""
+        """The stored tensor on the CPU, in the dtype of the file; of `rows` (the first one, how many) these alone.
+
+        A packed one is rounded to the dtype that its model computes in.
+        """
+        if source.packing is not None:
+            first, count = rows or (0, source.shape[0])
+            result = torch.empty(count, *source.shape[1:], dtype=source.dtype)
+            self.fill(result, source, first=first, transposed=False)
+            return result
         if source.is_transposed:
             stored = replace(source, shape=source.shape[::-1], is_transposed=False)
             matrix = self.read(stored).t().contiguous()

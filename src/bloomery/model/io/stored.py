@@ -21,6 +21,7 @@ from bloomery.facts.counting import Shape, parameter_shapes
 from bloomery.facts.families import FAMILIES
 from bloomery.facts.family import StoredNames
 from bloomery.hub import PICKLE_SUFFIXES
+from bloomery.model.io.packed import FLOAT8, Packing, joined, packing_notes
 from bloomery.model.io.tensor_names import transformers_names
 
 if TYPE_CHECKING:
@@ -131,6 +132,13 @@ DTYPES = {
     "I8": "int8",
     "U8": "uint8",
     "BOOL": "bool",
+    # Codes of quantized checkpoints, each with a rule of its format (`packed`).
+    "U32": "uint32",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
 }
 WEIGHTS = ("F64", "F32", "F16", "BF16")  # what a weight may be stored as
 # Buffers that old checkpoints carry although they follow from the config.
@@ -156,6 +164,7 @@ class StoredTensor:
     """A tensor in a file: its first byte, what safetensors calls its dtype, and its shape.
 
     `is_transposed`: a matrix of another program, whose file has the reverse of that shape; it is only read in full.
+    `packing`: of a quantized matrix, which lies in several tensors; `kind` is what its numbers are rounded to.
     """
 
     path: Path
@@ -163,6 +172,7 @@ class StoredTensor:
     kind: str
     shape: tuple[int, ...]
     is_transposed: bool = False
+    packing: Packing | None = None
 
     @property
     def dtype(self) -> "torch.dtype":
@@ -302,7 +312,7 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     for name, entry in header.items():
         if entry["dtype"] not in DTYPES:
             problem = f"{name} is stored as {entry['dtype']}, which Bloomery cannot read"
-            raise UserError(problem, where=str(path), fix=f"save it as one of {', '.join(DTYPES)}")
+            raise UserError(problem, where=str(path), fix=f"save it as one of {', '.join(WEIGHTS)}")
     start = 8 + length
     return {
         name: StoredTensor(
@@ -321,6 +331,14 @@ def find_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _all_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Under their names in the files; those of a quantized matrix are one."""
+    tensors = _tensors_of_files(folder)
+    if not (folder / "config.json").is_file():
+        return tensors
+    return joined(tensors, read_object(folder / "config.json", fix=AGAIN), folder)
+
+
+def _tensors_of_files(folder: Path) -> dict[str, StoredTensor]:
     if (folder / SINGLE).is_file():
         return stored_tensors(inside(folder, SINGLE))
 
@@ -377,13 +395,28 @@ def _text_tensors(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     return text_tensors
 
 
+def dtype_of(folder: Path) -> "torch.dtype":
+    """What a copy of the folder is written in: of its first tensor; of quantized weights, what their numbers have."""
+    tensors = list(find_tensors(folder).values())
+    return next((tensor for tensor in tensors if tensor.packing is not None), tensors[0]).dtype
+
+
 def stored_in(folder: Path, name: str) -> dict[str, StoredTensor]:
     """The tensors of one file of the folder. Raises UserError as `find_tensors` does."""
     return stored_tensors(inside(folder, name))
 
 
 def refuse_whole_numbers(name: str, tensor: StoredTensor) -> None:
-    """Raises UserError for a weight of whole numbers or truth values: a cast would train something else."""
+    """Raises UserError for a weight of whole numbers or truth values: a cast would train something else.
+
+    Codes of a quantized matrix are such numbers, where nothing says how they are scaled.
+    """
+    if tensor.kind in FLOAT8:
+        raise UserError(
+            f"{name[:120]} is stored as {tensor.kind}, and config.json does not say how it is scaled",
+            where=str(tensor.path),
+            fix="take the config.json of that model, with its quantization_config, or the unquantized model",
+        )
     if tensor.kind not in WEIGHTS:
         problem = f"{name[:120]} is stored as {tensor.kind}, and weights are floating-point numbers"
         raise UserError(
@@ -445,6 +478,10 @@ def read_headers(
     elif shared_head and HEADS[0] in expected_names and head is None and embedding in tensors:
         tensors[HEADS[0]] = tensors[embedding]
 
+    # Codes without a word of how they are scaled are named first: their scales would be surplus.
+    for stored_name in expected_names & tensors.keys():
+        refuse_whole_numbers(stored_name, tensors[stored_name])
+
     # More tensors than the config has mean another architecture. Buffers that follow from the
     # config are no surplus, nor is the head's weight where the embedding is tied to it or a values
     # head replaces it.
@@ -468,11 +505,11 @@ def read_headers(
         expected_shape = location.stored_shape(shapes[name])
         if location_tensor is None and headless and name == VALUES:
             continue
-        if location_tensor is None and f"{location.name}_packed" in tensors:
+        if location_tensor is None and (part := _part_of(location.name, tensors)) is not None:
             raise UserError(
-                "the weights are quantized (compressed-tensors), which Bloomery does not read",
+                f"the weights are quantized ({part[:100]}), and config.json does not say how",
                 where=str(folder),
-                fix="use the model that it was made from, or transformers",
+                fix="take the config.json of that model, with its quantization_config",
             )
         if location_tensor is None:
             raise _missing(location.name, config, folder)
@@ -483,13 +520,19 @@ def read_headers(
                 where=str(location_tensor.path),
                 fix="put the config.json there that was saved with these weights",
             )
-        refuse_whole_numbers(location.name, location_tensor)
     parameters = {
         name: tensors[location.name]
         for name, location in locations.items()
         if location.name in tensors
     }
+    notes += packing_notes(parameters)
     return StoredParameters(parameters, tuple(notes), is_renamed=bool(named.notes))
+
+
+def _part_of(name: str, tensors: Mapping[str, StoredTensor]) -> str | None:
+    """A tensor that is a part of the quantized matrix of that name, or None."""
+    parts = (f"{name}_packed", f"{name.removesuffix('weight')}qweight", f"{name}_blocks")
+    return next((part for part in parts if part in tensors), None)
 
 
 def _missing(name: str, config: ModelConfig, folder: Path) -> UserError:
@@ -546,6 +589,8 @@ def _same_values(first: StoredTensor, second: StoredTensor, mtime_ns: int) -> bo
     del mtime_ns
     if first.shape != second.shape or first.kind not in WEIGHTS or second.kind not in WEIGHTS:
         return False
+    if first.packing is not None or second.packing is not None:
+        return first.packing == second.packing
     count = math.prod(first.shape)
     with first.path.open("rb") as first_file, second.path.open("rb") as second_file:
         for start in range(0, count, COMPARED_NUMBERS):
