@@ -100,8 +100,9 @@ def pack_awq(outputs: int, inputs: int, random: torch.Generator) -> Packed:
     scales = drawn_scales((inputs // GROUP, outputs), random, torch.float16)
 
     def words(matrix: Tensor) -> Tensor:
-        rows = [[bit_stream([row[8 * w + o] for o in order], 4)[0] for w in range(len(row) // 8)] for row in matrix.tolist()]
-        return torch.tensor(rows, dtype=torch.int32)
+        rows = matrix.view(len(matrix), -1, 8)[:, :, order].tolist()
+        words = [[bit_stream(eight, 4)[0] for eight in row] for row in rows]
+        return torch.tensor(words, dtype=torch.int32)
 
     values = torch.empty(outputs, inputs, dtype=torch.float64)
     for i in range(inputs):

@@ -139,7 +139,7 @@ def test_bytes_of_mi300_and_of_others_are_told_apart(tmp_path: Path) -> None:
 
     settings(tmp_path, fmt="e4m3")
     change(tmp_path, weight=codes.view(torch.float8_e4m3fnuz))
-    with pytest.raises(UserError, match="stored as F8_E4M3FNUZ, and config.json says e4m3"):
+    with pytest.raises(UserError, match="stored as F8_E4M3FNUZ"):
         find_tensors(tmp_path)
     settings(tmp_path, fmt=None)
     codes[3, 3] = 0x80
@@ -191,5 +191,5 @@ def test_codes_without_a_config_that_explains_them_are_refused(name: str, tmp_pa
     del config["quantization_config"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     read_config(tmp_path)
-    with pytest.raises(UserError, match="config.json does not say how"):
+    with pytest.raises(UserError, match="does not say how"):
         load_decoder(tmp_path)
