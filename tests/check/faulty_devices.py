@@ -13,11 +13,13 @@ from plans_for_tests import tiny_config, tiny_plan
 from torch import Tensor, nn
 
 from bloomery.check import examination, parts
+from bloomery.facts.config import DeltaNet
 from bloomery.model import heads, norms, rope
 from bloomery.model.adapters.lora import LoraLinear
 from bloomery.model.attention import attend as attention
 from bloomery.model.decoder import Block
 from bloomery.model.io import quantized
+from bloomery.model.mixers import delta_net
 from bloomery.model.mixers.attention import Attention
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Lora, Quantize
@@ -344,7 +346,29 @@ def crash(sides: Sides) -> None:
 
 # By name: how to inject the fault, the plan that meets it, the name of the part and what is wrong there.
 NF4 = {"adapter": ALL_LINEAR, "quantize": Quantize(kind="nf4")}
+def leaking_delta_net(sides: Sides) -> None:
+    """Documents of a row see each other through its state."""
+
+    def faulty(right, *inputs, first_BT=None):
+        del first_BT
+        return right(*inputs)
+
+    sides.replace(delta_net, "chunked_delta_rule", faulty)
+
+
+# A delta net and a layer of attention, whose projections are 64 numbers and 32 wide.
+HYBRID = {
+    "family": "qwen3_5_text",
+    "norm": "rms_unit_offset",
+    "attention_gate": True,
+    "num_layers": 2,
+    "mixers": ("delta_net", "attention"),
+    "delta_net": DeltaNet(
+        num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=16, kernel=4
+    ),
+}
 FAULTS = {
+    "leaking delta net": (leaking_delta_net, {"config": HYBRID}, "delta net", "results"),
     "wrong tile in attention": (wrong_tile, {}, "attention", "results"),
     "swapped heads": (swapped_heads, {}, "attention", "results"),
     "dropped softmax scale": (dropped_scale, {}, "attention", "results"),

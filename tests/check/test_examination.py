@@ -10,6 +10,7 @@ import pytest
 import torch
 from faulty_devices import (
     FAULTS,
+    HYBRID,
     crash,
     other_bits,
     plan_of,
@@ -27,13 +28,14 @@ from bloomery.core.files import cache_folder
 from bloomery.facts.optimizers import OPTIMIZERS, OptimizerSpec
 from bloomery.monitor.events import StepChecked
 from bloomery.monitor.words import checked_text
-from bloomery.recipe.schema import Peft
+from bloomery.recipe.schema import Lora, Peft, Quantize
 from bloomery.train.optim.muon import iteration_dtype
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 # Which of the faults every test run injects; the others cost as much time again.
 QUICK = (
+    "leaking delta net",
     "wrong tile in attention",
     "stale memory",
     "shifted scale of a block",
@@ -144,6 +146,22 @@ QUICK_HEALTHY = 23  # GPT-2 with LoRA in float32: its small gradients were blame
 )
 def test_a_healthy_device_is_not_blamed(name):
     examination = examine(HEALTHY[name])
+    assert examination.faults == ()
+    assert examination.unrepeatable == ()
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [pytest.param("float32", marks=soak), "bfloat16", pytest.param("float16", marks=soak)],
+)
+def test_layers_with_another_mixer_are_not_blamed(precision):
+    plan = plan_of(
+        config=HYBRID,
+        train={"precision": precision},
+        adapter=Lora(kind="lora", rank=4, target_modules=["all-linear"]),
+        quantize=Quantize(kind="nf4"),
+    )
+    examination = examine(plan)
     assert examination.faults == ()
     assert examination.unrepeatable == ()
 

@@ -27,6 +27,7 @@ from bloomery.check.rounding import UNIT_ROUNDOFF, bound_in, typical_size
 from bloomery.check.small_model import MASKED_SHARE, ModelPair, Side
 from bloomery.check.whole_step import ROUNDINGS_OF_LAYER
 from bloomery.data.batch import Batch
+from bloomery.facts.config import Mixer, ModelConfig
 from bloomery.facts.counting import Layer, layers, layers_by_attention
 from bloomery.infer.forward import matmul_dtype
 from bloomery.model.adapters.lora import LoraLinear, adapters_disabled
@@ -42,6 +43,7 @@ Kind = Literal[
     "norm",
     "rotary",
     "attention",
+    "mixer",
     "activation",
     "embedding",
     "head",
@@ -59,6 +61,7 @@ ROUNDINGS: Mapping[Kind, int] = {
     "norm": 2,
     "rotary": 2,
     "attention": ROUNDINGS_OF_ATTENTION,
+    "mixer": 25,  # four projections and what they project to, a convolution, norm and gate, and the same back
     "activation": 5,
     "embedding": 2,
     "head": 6,
@@ -125,23 +128,21 @@ def numbers_on_cpu(part: StepPart, pair: ModelPair) -> Numbers:
 def parts_of(pair: ModelPair) -> Iterator[StepPart]:
     """The parts of the small model, the ones that others are made of first."""
     model = pair.tested.model
-    block = block_of(pair.tested)
     config = model.config
     num_tokens = pair.batch.tokens.numel()
 
     # Weights that are read, and matmuls with them.
     if dict(quantized_weights(model)):
         yield StepPart("dequantization", "dequantization", _dequantized_weights(pair), 1)
-    for path, module in block.named_modules():
-        if path.endswith("_proj") and hasattr(module, "forward") and _input_width(module):
-            yield from _matmul_parts(path, module, pair, num_tokens)
+    for path, module in _linear_maps(model):
+        yield from _matmul_parts(path, module, pair, num_tokens)
 
     # What stands between matmuls.
     for path, width in _norms(model):
         is_stream = "layernorm" in path or path == "model.norm"
         compute = _module_numbers(path, width, pair, is_stream=is_stream)
         yield StepPart(path.rpartition(".")[2], "norm", compute, max(width, num_tokens))
-    if config.positions == "rotary":
+    if any(layer.rotation is not None for layer in layers(config)):
         # Angles are products of positions and frequencies: float32 keeps so much of them.
         extra = 8 * UNIT_ROUNDOFF[torch.float32] * pair.batch.tokens.shape[1]
         yield StepPart("rotary positions", "rotary", rotated, 1, extra=extra)
@@ -149,6 +150,11 @@ def parts_of(pair: ModelPair) -> Iterator[StepPart]:
         compute = _attention_numbers(layer, pair)
         name = "attention" if layer.window is None else "attention with a window"
         yield StepPart(name, "attention", compute, pair.batch.tokens.shape[1])
+    for layer in _layers_by_mixer(config):
+        if layer.mixer != "attention":
+            name = layer.mixer.replace("_", " ")
+            terms = max(config.hidden_size, num_tokens)
+            yield StepPart(name, "mixer", _mixer_numbers(layer, pair), terms)
     yield StepPart("MLP activation", "activation", _activation_numbers(pair), 1)
     yield StepPart("embedding", "embedding", embedded_rows, num_tokens)
     yield StepPart(
@@ -163,6 +169,23 @@ def parts_of(pair: ModelPair) -> Iterator[StepPart]:
         yield StepPart(
             "compiled layer", "compiled layer", _layer_numbers(pair, compiled=True), layer_terms
         )
+
+
+def _layers_by_mixer(config: ModelConfig) -> list[Layer]:
+    """The first layer with each mixer."""
+    first_layers: dict[Mixer, Layer] = {}
+    for layer in layers(config):
+        first_layers.setdefault(layer.mixer, layer)
+    return list(first_layers.values())
+
+
+def _linear_maps(model: Decoder) -> Iterator[tuple[str, nn.Module]]:
+    """Those of the first layer, and of the first one with each other mixer those of the mixer."""
+    for index, layer in enumerate(_layers_by_mixer(model.config)):
+        for matrix in layer.matrices:
+            if index == 0 or not matrix.name.startswith("mlp."):
+                path = f"{layer.name}.{matrix.name}"
+                yield path, model.get_submodule(path)
 
 
 def block_of(side: Side, layer: int = 0) -> Block:
@@ -215,7 +238,7 @@ def _matmul_parts(
     """The linear map without its adapter, then with it."""
     name = path.rpartition(".")[2]
     width = _input_width(module)
-    numbers = _module_numbers(f"model.layers.0.{path}", width, pair, is_stream=False)
+    numbers = _module_numbers(path, width, pair, is_stream=False)
     terms = max(width, num_tokens)
     if isinstance(module, LoraLinear):
 
@@ -317,6 +340,28 @@ def _attention_numbers(layer: Layer, pair: ModelPair) -> Callable[[Side], Number
             ),
             device=side.device,
             precision=side.plan.train.precision,
+        )
+
+    return numbers
+
+
+def _mixer_numbers(layer: Layer, pair: ModelPair) -> Callable[[Side], Numbers]:
+    """Of another mixer than attention, on the documents of the batch."""
+    dtype = matmul_dtype(pair.tested.plan.train.precision)
+    shape = (*pair.batch.tokens.shape, layer.hidden_size)
+    x = drawn(f"{layer.mixer}, input", shape, dtype)
+    is_masked = pair.tested.plan.model.attention != "sdpa"
+
+    def numbers(side: Side) -> Numbers:
+        mixer = block_of(side, layer.number).mixer
+        documents = pair.batch.documents.to(side.device) if is_masked else None
+        layout = layout_of(documents, backend=side.plan.model.attention)
+        return _computed(
+            side,
+            layer.mixer,
+            lambda x_BTD: mixer(x_BTD, None, layout, None),
+            {"the input": (x, dtype)},
+            {"": mixer},
         )
 
     return numbers

@@ -130,6 +130,7 @@ def small_config(config: ModelConfig, sequence_length: int) -> ModelConfig:
         layer_sizes=tuple(config.layer_sizes[layer] for layer in chosen_layers)
         if config.layer_sizes
         else (),
+        mixers=tuple(config.mixers[layer] for layer in chosen_layers) if config.mixers else (),
         head="tokens",
         embedding_dropout=0.0,
         residual_dropout=0.0,
