@@ -42,6 +42,7 @@ SHAPES = [
     "cohere2",
     "glm4",
     "nemotron",
+    "granite",
 ]
 COLD = Sampling(max_new_tokens=12, temperature=0.0)
 

@@ -60,6 +60,19 @@ OLMO3_ROPE = {
 MINISTRAL_ROPE = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
 HUNYUAN_ROPE = {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 1e4}
 FULL = ["full_attention"] * 4
+GRANITE = dict(
+    embedding_multiplier=3.0,
+    residual_multiplier=0.4,
+    attention_multiplier=0.2,
+    logits_scaling=1.7,
+)
+GRANITE4 = dict(
+    shared_intermediate_size=64,
+    num_local_experts=0,
+    layer_types=["full_attention"] * 4,
+    mamba_n_heads=8,
+    mamba_expand=2,
+)
 # name -> (prefix of transformers' classes, settings of its config)
 CASES: dict[str, tuple[str, dict]] = {
     "gpt2": ("GPT2", GPT2),
@@ -131,6 +144,15 @@ CASES: dict[str, tuple[str, dict]] = {
         ),
     ),
     "ministral3": ("Ministral3", SMALL | dict(head_dim=16, rope_parameters=MINISTRAL_ROPE)),
+    "granite": ("Granite", SMALL | GRANITE | dict(attention_bias=True)),
+    "granite4": (
+        "GraniteMoeHybrid",
+        SMALL
+        | GRANITE
+        | GRANITE4
+        | dict(position_embedding_type="rope", tie_word_embeddings=True),
+    ),
+    "granite4-unrotated": ("GraniteMoeHybrid", SMALL | GRANITE | GRANITE4),
     "lfm2": ("Lfm2", SMALL | dict(layer_types=["conv", "full_attention", "conv", "conv"])),
     "lfm2-bias": (
         "Lfm2",

@@ -295,6 +295,7 @@ def disturb_weights(model: Decoder) -> None:
     embedding_scale = 1.0 / config.initializer_range
     if config.scale_embeddings:
         embedding_scale /= config.hidden_size**0.5
+    embedding_scale /= config.embedding_multiplier
     logit_scale = 1.0 / embedding_scale if config.tie_embeddings else 1.0
     for name, parameter in model.named_parameters():
         if name in EMBEDDINGS:

@@ -163,6 +163,9 @@ class ModelConfig:
     final_softcap: float | None = None
     logit_scale: float = 1.0  # of the logits; a reward model has none
     scale_embeddings: bool = False
+    # Of embedded tokens, and of what mixers and MLPs add to them (Granite).
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
     tie_embeddings: bool = False
     # then intermediate_size is the width of those that a token meets
     experts: Experts | None = None

@@ -15,6 +15,7 @@ from bloomery.facts.family import Family
 from bloomery.facts.family_entries import (
     gemma,
     gpt2,
+    granite,
     lfm,
     llama_like,
     ministral,
@@ -36,6 +37,7 @@ FAMILIES: OpenTable[Family] = OpenTable(
         **ministral.FAMILIES,
         **neighbor_rotation.FAMILIES,
         **plain_mlp.FAMILIES,
+        **granite.FAMILIES,
     }
 )
 

@@ -55,6 +55,8 @@ PLAIN_GRAPH: Mapping[str, Any] = MappingProxyType(
         "final_softcap": None,
         "logit_scale": 1.0,
         "scale_embeddings": False,
+        "embedding_multiplier": 1.0,
+        "residual_multiplier": 1.0,
         "attention_bias": False,
         "output_bias": False,
         "mlp_bias": False,

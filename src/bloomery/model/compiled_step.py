@@ -102,6 +102,7 @@ class _Model(Structure):
         ),
         ("scale", c_float),
         ("softcap", c_float),
+        ("multiplier", c_float),
     )
 
 
@@ -172,6 +173,7 @@ class CompiledStep:
             config.norm_placement == "shared",
             first_layer.attention_scale,
             config.attention_softcap or 0.0,
+            config.residual_multiplier,
         )
 
     def takes(self, tokens: Sequence[Sequence[int]], first: int, cache: Cache) -> bool:

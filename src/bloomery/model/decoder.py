@@ -104,6 +104,7 @@ class Block(nn.Module):
         self.kind = layer.kind
         self.placement = config.norm_placement
         self.dropout = config.residual_dropout
+        self.multiplier = config.residual_multiplier
         for name in config.block_norms:
             self.add_module(name, build_norm(config, config.hidden_size))
         self.add_module(MIXER_MODULES[layer.mixer], MIXERS[layer.mixer](config, layer, backend))
@@ -127,8 +128,9 @@ class Block(nn.Module):
         normed_BTD = self.input_layernorm(x_BTD) if norm_before else x_BTD
         y_BTD = self.drop(self.mixer(normed_BTD, rotary, layout, cache))
         if self.placement == "shared":
-            return x_BTD + y_BTD + self.drop(self.mlp(normed_BTD))
-        x_BTD = x_BTD + (self.post_attention_layernorm(y_BTD) if norm_after else y_BTD)
+            x_BTD = self.added(x_BTD, y_BTD)
+            return self.added(x_BTD, self.drop(self.mlp(normed_BTD)))
+        x_BTD = self.added(x_BTD, self.post_attention_layernorm(y_BTD) if norm_after else y_BTD)
 
         # So is the MLP. Llama calls the norm before it post_attention_layernorm; with norms on both sides of attention,
         # that name is taken.
@@ -138,7 +140,10 @@ class Block(nn.Module):
         elif norm_before:
             y_BTD = self.post_attention_layernorm(x_BTD)
         y_BTD = self.drop(self.mlp(y_BTD))
-        return x_BTD + (self.post_feedforward_layernorm(y_BTD) if norm_after else y_BTD)
+        return self.added(x_BTD, self.post_feedforward_layernorm(y_BTD) if norm_after else y_BTD)
+
+    def added(self, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
+        return x_BTD + y_BTD if self.multiplier == 1.0 else x_BTD + y_BTD * self.multiplier
 
     def drop(self, x_BTD: Tensor) -> Tensor:
         return F.dropout(x_BTD, self.dropout) if self.dropout and self.training else x_BTD
@@ -287,6 +292,8 @@ class Backbone(nn.Module):
         if self.config.scale_embeddings:
             # Gemma rounds the factor to the weights' precision, and was trained that way.
             x_BTD = x_BTD * torch.tensor(self.config.hidden_size**0.5, dtype=x_BTD.dtype).item()
+        if self.config.embedding_multiplier != 1.0:
+            x_BTD = x_BTD * self.config.embedding_multiplier
         if self.config.positions == "learned":
             x_BTD = x_BTD + self.embed_positions(positions)
 

@@ -59,6 +59,7 @@ struct Model {
     Long num_layers, hidden, inner, heads, kv_heads, width, half, activation, cache_kind, qk_norm;
     Long interleave, shared_norm;  // neighbors rotate, not halves; the MLP reads what attention reads
     float scale, softcap;  // of attention; no soft-cap: 0
+    float multiplier;      // of what is added to the residual stream
 };
 
 static inline Floats load(const float *from) { Floats x; memcpy(&x, from, sizeof x); return x; }
@@ -398,7 +399,7 @@ static void run(const Model &model, Long count, const Long *slots, const Long *p
             for (Long t = 0; t < count; t++) {
                 const float *from = &more[t * hidden];
                 if (norm.gain) { normed(norm, from, hidden, &n[t * hidden]); from = &n[t * hidden]; }
-                for (Long i = 0; i < hidden; i++) x[t * hidden + i] += from[i];
+                for (Long i = 0; i < hidden; i++) x[t * hidden + i] += model.multiplier * from[i];
             }
         };
         for (Long at = 0; at < model.num_layers; at++) {

@@ -1,0 +1,107 @@
+"""IBM's dense Granite models: Llama with four multipliers, which Granite 4 stores under the names of its experts."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from bloomery.facts.config import ModelConfig
+from bloomery.facts.config_fields import LARGEST, Fields, HfKeys, ModelFacts
+from bloomery.facts.family import BIASES, GATE_UP, Family, StoredNames
+
+_DEFAULTS = MappingProxyType(
+    {
+        "vocab_size": 32000,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "rope_theta": 1e4,
+        "embedding_multiplier": 1.0,
+        "logits_scaling": 1.0,
+        "residual_multiplier": 1.0,
+        "attention_multiplier": 1.0,
+    }
+)
+# What `layer_types` calls attention, in transformers and in the published files.
+_ATTENTION = ("full_attention", "attention")
+
+
+def _multipliers(fields: Fields, facts: ModelFacts) -> ModelFacts:
+    """A scale of head_dim ** -0.5 is the default, and so None."""
+    scale = fields.number("attention_multiplier", low=1e-9)
+    return {
+        "embedding_multiplier": fields.number("embedding_multiplier", low=1e-9),
+        "residual_multiplier": fields.number("residual_multiplier", low=1e-9),
+        "logit_scale": 1.0 / fields.number("logits_scaling", low=1e-9),
+        "attention_scale": None if scale == facts["head_dim"] ** -0.5 else scale,
+    }
+
+
+def _write_granite(config: ModelConfig) -> HfKeys:
+    scale = config.attention_scale
+    return {
+        "embedding_multiplier": config.embedding_multiplier,
+        "residual_multiplier": config.residual_multiplier,
+        "logits_scaling": 1.0 / config.logit_scale,
+        "attention_multiplier": config.head_dim**-0.5 if scale is None else scale,
+    }
+
+
+def _dense_granite4(fields: Fields, facts: ModelFacts) -> ModelFacts:
+    """Its MLP is what the models with experts call the shared one. Layers rotate if the file says so."""
+    if fields.number("num_local_experts"):
+        raise fields.refuse("num_local_experts", "0: a mixture of experts is not trained")
+    layers = facts["num_layers"]
+    types = fields.entries("layer_types", layers) or fields.entries("layers_block_type", layers)
+    if types is None or set(types) - set(_ATTENTION):
+        raise fields.refuse("layer_types", "full_attention in each layer: Mamba is not trained")
+    embedding = fields.get("position_embedding_type")
+    if embedding not in (None, "rope", "nope"):
+        raise fields.refuse("position_embedding_type", "rope or null")
+    return _multipliers(fields, facts) | {
+        "intermediate_size": fields.size("shared_intermediate_size", LARGEST["intermediate_size"]),
+        "rotary_layers": () if embedding == "rope" else (False,) * layers,
+    }
+
+
+def _write_granite4(config: ModelConfig) -> HfKeys:
+    """Of Mamba, which no layer has, transformers checks the sizes: one head as wide as the model."""
+    return _write_granite(config) | {
+        "shared_intermediate_size": config.intermediate_size,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "layer_types": ["full_attention"] * config.num_layers,
+        "position_embedding_type": None if config.rotary_layers else "rope",
+        "mamba_n_heads": 1,
+        "mamba_expand": 1,
+        "mamba_d_head": config.hidden_size,
+    }
+
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "granite": Family(
+            "GraniteForCausalLM",
+            "Granite 3",
+            flags={**BIASES, "mlp_bias": "mlp_bias"},
+            extra=_multipliers,
+            write=_write_granite,
+            defaults=_DEFAULTS,
+        ),
+        "granitemoehybrid": Family(
+            "GraniteMoeHybridForCausalLM",
+            "Granite 4",
+            flags=BIASES,
+            extra=_dense_granite4,
+            write=_write_granite4,
+            defaults={
+                **_DEFAULTS,
+                "intermediate_size": 11008,
+                "num_local_experts": 8,
+                "shared_intermediate_size": 1024,
+            },
+            stored=StoredNames(
+                renamed={"mlp.down_proj": "shared_mlp.output_linear"},
+                fused={GATE_UP: "shared_mlp.input_linear"},
+            ),
+        ),
+    }
+)
