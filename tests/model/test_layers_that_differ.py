@@ -238,6 +238,8 @@ OF_SOME_LAYERS = {
     "layer_sizes",
     "local_rope_theta",
     "attention_scale",
+    "keys_are_values",
+    "num_kv_shared_layers",
 }
 # What states a whole model: reads and writes config files, or makes one config of another.
 STATES_A_MODEL = {

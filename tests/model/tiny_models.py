@@ -73,6 +73,15 @@ GRANITE4 = dict(
     mamba_n_heads=8,
     mamba_expand=2,
 )
+# Layer by layer: a window or none, keys of their own or of the last layer before of the same kind.
+GEMMA4 = SMALL | dict(
+    num_hidden_layers=6,
+    head_dim=8,
+    global_head_dim=16,
+    sliding_window=8,
+    final_logit_softcapping=30.0,
+    layer_types=["sliding_attention", "full_attention"] * 3,
+)
 # name -> (prefix of transformers' classes, settings of its config)
 CASES: dict[str, tuple[str, dict]] = {
     "gpt2": ("GPT2", GPT2),
@@ -190,6 +199,32 @@ CASES: dict[str, tuple[str, dict]] = {
             rope_parameters=GEMMA3_ROPE,
         ),
     ),
+    "gemma4-e2b": (  # inputs of each layer, shared keys and values, wider MLPs where they are
+        "Gemma4",
+        GEMMA4
+        | dict(
+            hidden_size_per_layer_input=12,
+            vocab_size_per_layer_input=131,
+            num_kv_shared_layers=3,
+            use_double_wide_mlp=True,
+        ),
+    ),
+    "gemma4-e4b": (
+        "Gemma4",
+        GEMMA4
+        | dict(
+            hidden_size_per_layer_input=12, vocab_size_per_layer_input=131, num_kv_shared_layers=2
+        ),
+    ),
+    "gemma4-31b": (
+        "Gemma4",
+        GEMMA4
+        | dict(hidden_size_per_layer_input=0, attention_k_eq_v=True, num_global_key_value_heads=1),
+    ),
+    "gemma4-12b": (
+        "Gemma4Unified",
+        GEMMA4 | dict(attention_k_eq_v=True, num_global_key_value_heads=1),
+    ),
     "smollm3": ("SmolLM3", SMALL | dict(num_hidden_layers=5)),
     "smollm3-window": (
         "SmolLM3",
@@ -246,18 +281,23 @@ CASES: dict[str, tuple[str, dict]] = {
 def tiny_reference(case: str) -> transformers.PreTrainedModel:
     """The same random weights at every call, large enough that every part of the model shows in the logits."""
     prefix, settings = CASES[case]
-    family = {"Gemma3": "Gemma3Text", "Qwen3_5": "Qwen3_5Text"}.get(prefix, prefix)
+    has_parts = prefix in ("Gemma3", "Gemma4", "Gemma4Unified", "Qwen3_5")
+    family = f"{prefix}Text" if has_parts else prefix
     config = getattr(transformers, f"{family}Config")(**settings, attn_implementation="eager")
     head = "GPT2LMHeadModel" if prefix == "GPT2" else f"{prefix}ForCausalLM"
     torch.manual_seed(0)
     model = getattr(transformers, head)(config).eval()
     for name, parameter in model.named_parameters():
         has_offset = (
-            prefix.startswith(("Gemma", "Qwen3_5", "Nemotron")) and "linear_attn" not in name
+            prefix in ("Gemma", "Gemma2", "Gemma3", "Qwen3_5", "Nemotron")
+            and "linear_attn" not in name
         )
         is_gain = parameter.ndim == 1 and "norm" in name and not has_offset
         centre = 1.0 if is_gain else 0.0
         torch.nn.init.normal_(parameter, centre, 0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            torch.nn.init.normal_(buffer, 0.8, 0.1)
     return model
 
 

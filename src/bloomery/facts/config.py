@@ -9,13 +9,16 @@ NormKind = Literal["rms", "rms_unit_offset", "layer", "layer_unit_offset"]
 # Of queries and keys: over each head, before or after it is rotated, or over all heads at once.
 QueryNorm = Literal["none", "head", "rotated_head", "full"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
-RopeKind = Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
+RopeKind = Literal["linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 Mixer = Literal["attention", "delta_net", "short_convolution"]  # mixes the tokens of a sequence
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are stretched. Formulas and defaults are those of transformers' `modeling_rope_utils`."""
+    """How rotary frequencies are stretched. Formulas and defaults are those of transformers' `modeling_rope_utils`.
+
+    `turning_share`: of the frequencies of a head, the part that is not 0 (`proportional`, Gemma 4).
+    """
 
     kind: RopeKind
     factor: float
@@ -28,6 +31,7 @@ class RopeScaling:
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    turning_share: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,10 +141,16 @@ class ModelConfig:
     norm_bias: bool = True  # layer norms only
     norm_placement: Literal["before", "after", "both", "shared"] = "before"
     qk_norm: QueryNorm = "none"
+    value_norm: bool = False  # of each head's values, without a weight
     activation: Activation = "silu"
     gated_mlp: bool = True
     attention_bias: bool = False
     output_bias: bool = False
+    # In layers without a window, the keys before their norm are the values, too.
+    keys_are_values: bool = False
+    # The last layers that use the keys and values of an earlier one: of the last layer before them that has, as they,
+    # a window or none.
+    num_kv_shared_layers: int = 0
     # q_proj computes, beside the query of each head, a gate of its output
     attention_gate: bool = False
     mlp_bias: bool = False
@@ -166,6 +176,10 @@ class ModelConfig:
     # Of embedded tokens, and of what mixers and MLPs add to them (Granite).
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
+    # Numbers that each layer is given of a token, beside the residual stream, from an embedding of their own; 0: none.
+    per_layer_input_size: int = 0
+    # A stored number, which is not trained, multiplies what leaves a layer.
+    layer_scalar: bool = False
     tie_embeddings: bool = False
     # then intermediate_size is the width of those that a token meets
     experts: Experts | None = None
@@ -198,6 +212,15 @@ class ModelConfig:
         }[self.norm_placement]
 
 
+# What begins with the embedded tokens, as named in the decoder.
+BESIDE_EMBEDDING = (
+    "model.embed_positions",
+    "model.embed_tokens_per_layer",
+    "model.per_layer_model_projection",
+    "model.per_layer_projection_norm",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stage:
     """The part of a decoder that one stage of a pipeline holds.
@@ -220,10 +243,10 @@ class Stage:
         """Whether the parameter or module of that name in the whole decoder is here."""
         if name.startswith("model.layers."):
             return int(name.split(".")[2]) in self.layers
+        if name.startswith(BESIDE_EMBEDDING):
+            return self.embeds
         if name.startswith("model.embed_tokens"):
             return self.has_embedding
-        if name.startswith("model.embed_positions"):
-            return self.embeds
         return self.has_head
 
 
@@ -257,6 +280,7 @@ def checked_config(config: ModelConfig, *, where: str) -> ModelConfig:
         entries = getattr(config, name)
         if problem is None and entries and len(entries) != config.num_layers:
             problem = f"{name} has {len(entries)} entries for {config.num_layers} layers"
+    problem = problem or _sharing_problem(config)
     delta_net = config.delta_net
     if delta_net is not None and delta_net.num_value_heads % delta_net.num_key_heads:
         problem = (
@@ -266,6 +290,19 @@ def checked_config(config: ModelConfig, *, where: str) -> ModelConfig:
     if problem:
         raise UserError(problem, where=where, fix="change one of the two values")
     return config
+
+
+def _sharing_problem(config: ModelConfig) -> str | None:
+    shared = config.num_kv_shared_layers
+    if shared == 0:
+        return None
+    first_shared = config.num_layers - shared
+    has_window = [window is not None for window in config.sliding_window] or [False] * (
+        config.num_layers
+    )
+    if first_shared < 1 or set(has_window[first_shared:]) - set(has_window[:first_shared]):
+        return f"{shared} layers of {config.num_layers} share keys and values, and no earlier layer is of their kind"
+    return None
 
 
 def _size_problem(config: ModelConfig, sizes: LayerSizes) -> str | None:

@@ -143,6 +143,8 @@ def rope_facts(
     # The part of a head that rotates: most families of transformers rotate all of it, whatever the config says.
     share = fields.number("partial_rotary_factor", high=1.0, default=1.0)
     share = rope_fields.number("partial_rotary_factor", high=1.0, default=share)
+    if _rope_kind(rope_fields) == "proportional":
+        share = 1.0  # whole heads turn, most of their numbers by frequencies of 0
     is_scaled = _rope_kind(rope_fields) != "default"
     if share != 1.0 and not reads_rotary_share and is_scaled:
         raise fields.refuse("partial_rotary_factor", "1: this family rotates whole heads")
@@ -192,6 +194,12 @@ def _scaling(
             f"rope type {str(kind)[:40]!r} is not known; these are: {', '.join(get_args(RopeKind))}",
             where=f"{model_fields.where}, rope_scaling",
             fix=FIX,
+        )
+    if kind == "proportional":
+        return RopeScaling(
+            kind=kind,
+            factor=scaling_fields.number("factor", low=1e-6, default=1.0),
+            turning_share=scaling_fields.number("partial_rotary_factor", high=1.0, default=1.0),
         )
     if kind == "linear" or kind == "dynamic":
         return RopeScaling(kind=kind, factor=scaling_fields.number("factor", low=1e-6))
@@ -265,7 +273,9 @@ def _scaling_keys(scaling: RopeScaling) -> HfKeys:
         hf_keys["original_max_position_embeddings"] = scaling.original_max_positions
     if scaling.attention_factor is not None:
         hf_keys["attention_factor"] = scaling.attention_factor
-    if scaling.kind == "llama3":
+    if scaling.kind == "proportional":
+        hf_keys["partial_rotary_factor"] = scaling.turning_share
+    elif scaling.kind == "llama3":
         hf_keys |= {
             "low_freq_factor": scaling.low_freq_factor,
             "high_freq_factor": scaling.high_freq_factor,

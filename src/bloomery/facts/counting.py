@@ -67,7 +67,8 @@ class Layer:
     `shapes`: its parameters by their names inside it, in the order of `Block.named_parameters`. `intermediate_size`:
     the width of its MLP, or of the experts that one token meets. `window`: how many keys, itself included, a query
     sees; None: all of them. `rotation`: None where positions do not turn its heads. A layer with another mixer than
-    attention has no heads, and `delta_net` or `short_convolution`.
+    attention has no heads, and `delta_net` or `short_convolution`. `keys_of`: the earlier layer whose keys and values
+    it uses, in place of own ones; that layer `lends_keys`. `keys_are_values`: as in ModelConfig.
     """
 
     number: int
@@ -83,6 +84,10 @@ class Layer:
     intermediate_size: int
     gated_mlp: bool
     window: int | None = None
+    keys_of: int | None = None
+    lends_keys: bool = False
+    keys_are_values: bool = False
+    per_layer_input_size: int = 0
     delta_net: DeltaNet | None = None
     short_convolution: ShortConvolution | None = None
     idle_parameters: int = 0  # of the experts that a token does not meet
@@ -108,6 +113,8 @@ class Layer:
 
     def cached_bytes(self, tokens: int, itemsize: int) -> int:
         """What a text of so many tokens leaves in the cache: keys and values, or a state of constant size."""
+        if self.keys_of is not None:
+            return 0
         if self.delta_net is not None:
             sizes = self.delta_net
             state = sizes.num_value_heads * sizes.key_head_dim * sizes.value_head_dim
@@ -191,8 +198,8 @@ def _layer(config: ModelConfig, index: int) -> Layer:
         )
         matrices = tuple(_matrices_of_shapes(config.transformers_backend, dict(shapes)))
     else:
-        matrices = tuple(_matrices(config, sizes, mixer))
-        shapes = tuple(_block_shapes(config, sizes, mixer, matrices))
+        matrices = tuple(_matrices(config, index, sizes, mixer))
+        shapes = tuple(_block_shapes(config, index, sizes, mixer, matrices))
         if config.experts is not None:
             shapes += tuple(_expert_shapes(config, sizes, config.experts))
             idle_parameters, expert_products = _expert_work(config, config.experts)
@@ -212,12 +219,31 @@ def _layer(config: ModelConfig, index: int) -> Layer:
         intermediate_size=sizes.intermediate_size,
         gated_mlp=config.gated_mlp,
         window=window,
+        keys_of=keys_of(config, index),
+        lends_keys=index in {keys_of(config, number) for number in range(config.num_layers)},
+        keys_are_values=mixer == "attention" and _keys_are_values(config, index),
+        per_layer_input_size=config.per_layer_input_size,
         delta_net=config.delta_net if mixer == "delta_net" else None,
         short_convolution=config.short_convolution if mixer == "short_convolution" else None,
         idle_parameters=idle_parameters,
         expert_share=expert_share,
         expert_products=expert_products,
     )
+
+
+def keys_of(config: ModelConfig, index: int) -> int | None:
+    """The layer whose keys and values a layer uses; None: its own."""
+    first_shared = config.num_layers - config.num_kv_shared_layers
+    if index < first_shared:
+        return None
+    windows = config.sliding_window or (None,) * config.num_layers
+    has_window = windows[index] is not None
+    return [n for n in range(first_shared) if (windows[n] is not None) == has_window][-1]
+
+
+def _keys_are_values(config: ModelConfig, index: int) -> bool:
+    has_window = bool(config.sliding_window) and config.sliding_window[index] is not None
+    return config.keys_are_values and not has_window
 
 
 def _matrices_of_shapes(
@@ -309,6 +335,13 @@ def _named_shapes(config: ModelConfig) -> tuple[tuple[str, Shape], ...]:
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, width)}
     if config.positions == "learned":
         shapes["model.embed_positions.weight"] = (config.max_positions, width)
+    if config.per_layer_input_size:
+        all_layers = config.num_layers * config.per_layer_input_size
+        shapes["model.embed_tokens_per_layer.weight"] = (config.vocab_size, all_layers)
+        shapes["model.per_layer_model_projection.weight"] = (all_layers, width)
+        shapes |= dict(
+            _norm_shapes(config, "model.per_layer_projection_norm", config.per_layer_input_size)
+        )
     for layer in layers(config):
         shapes |= {f"{layer.name}.{name}": shape for name, shape in layer.shapes}
     shapes |= dict(_norm_shapes(config, "model.norm", width))
@@ -320,8 +353,14 @@ def _named_shapes(config: ModelConfig) -> tuple[tuple[str, Shape], ...]:
 
 
 def _block_shapes(
-    config: ModelConfig, sizes: LayerSizes, mixer: Mixer, matrices: tuple[Matrix, ...]
+    config: ModelConfig,
+    index: int,
+    sizes: LayerSizes,
+    mixer: Mixer,
+    matrices: tuple[Matrix, ...],
 ) -> Iterator[tuple[str, Shape]]:
+    if config.layer_scalar:
+        yield "layer_scalar", (1,)
     for name in config.block_norms:
         yield from _norm_shapes(config, name, config.hidden_size)
     if mixer == "delta_net" and config.delta_net is not None:
@@ -341,7 +380,10 @@ def _block_shapes(
             query_heads = sizes.num_heads if over_all_heads else 1
             key_heads = sizes.num_kv_heads if over_all_heads else 1
             yield from _norm_shapes(config, "self_attn.q_norm", query_heads * sizes.head_dim)
-            yield from _norm_shapes(config, "self_attn.k_norm", key_heads * sizes.head_dim)
+            if keys_of(config, index) is None:
+                yield from _norm_shapes(config, "self_attn.k_norm", key_heads * sizes.head_dim)
+    if config.per_layer_input_size:
+        yield from _norm_shapes(config, "post_per_layer_input_norm", config.hidden_size)
 
 
 def _delta_net_shapes(sizes: DeltaNet) -> Iterator[tuple[str, Shape]]:
@@ -393,13 +435,13 @@ def _expert_work(config: ModelConfig, experts: Experts) -> tuple[int, int]:
     )
 
 
-def _matrices(config: ModelConfig, sizes: LayerSizes, mixer: Mixer) -> Iterator[Matrix]:
+def _matrices(config: ModelConfig, index: int, sizes: LayerSizes, mixer: Mixer) -> Iterator[Matrix]:
     """The linear maps of a layer of the native decoder."""
     width = config.hidden_size
     inner = sizes.intermediate_size
     match mixer:
         case "attention":
-            yield from _attention_matrices(config, sizes)
+            yield from _attention_matrices(config, index, sizes)
         case "delta_net":
             assert config.delta_net is not None
             yield from _delta_net_matrices(width, config.delta_net)
@@ -408,22 +450,26 @@ def _matrices(config: ModelConfig, sizes: LayerSizes, mixer: Mixer) -> Iterator[
             bias = config.short_convolution.bias
             yield Matrix("conv.in_proj", 3 * width, width, bias)
             yield Matrix("conv.out_proj", width, width, bias)
-    if config.experts is not None:
-        return
-    if config.gated_mlp:
-        yield Matrix("mlp.gate_proj", inner, width, config.mlp_bias)
-    yield Matrix("mlp.up_proj", inner, width, config.mlp_bias)
-    yield Matrix("mlp.down_proj", width, inner, config.mlp_bias)
+    if config.experts is None:
+        if config.gated_mlp:
+            yield Matrix("mlp.gate_proj", inner, width, config.mlp_bias)
+        yield Matrix("mlp.up_proj", inner, width, config.mlp_bias)
+        yield Matrix("mlp.down_proj", width, inner, config.mlp_bias)
+    if config.per_layer_input_size:
+        yield Matrix("per_layer_input_gate", config.per_layer_input_size, width, False)
+        yield Matrix("per_layer_projection", width, config.per_layer_input_size, False)
 
 
-def _attention_matrices(config: ModelConfig, sizes: LayerSizes) -> Iterator[Matrix]:
+def _attention_matrices(config: ModelConfig, index: int, sizes: LayerSizes) -> Iterator[Matrix]:
     width = config.hidden_size
     query_width = sizes.num_heads * sizes.head_dim
     key_width = sizes.num_kv_heads * sizes.head_dim
     gated_width = 2 * query_width if config.attention_gate else query_width
     yield Matrix("self_attn.q_proj", gated_width, width, config.attention_bias)
-    yield Matrix("self_attn.k_proj", key_width, width, config.attention_bias)
-    yield Matrix("self_attn.v_proj", key_width, width, config.attention_bias)
+    if keys_of(config, index) is None:
+        yield Matrix("self_attn.k_proj", key_width, width, config.attention_bias)
+        if not _keys_are_values(config, index):
+            yield Matrix("self_attn.v_proj", key_width, width, config.attention_bias)
     yield Matrix("self_attn.o_proj", width, query_width, config.output_bias)
 
 
@@ -458,6 +504,7 @@ def flops_per_token(config: ModelConfig, sequence_length: int, *, backward: bool
     """
     head_outputs = 1 if config.head == "values" else config.vocab_size
     products = head_outputs * config.hidden_size
+    products += config.num_layers * config.per_layer_input_size * config.hidden_size
     mixers = 0.0
     for layer in layers(config):
         products += layer.active_products

@@ -14,6 +14,7 @@ from bloomery.facts.config import ModelConfig
 from bloomery.facts.family import Family
 from bloomery.facts.family_entries import (
     gemma,
+    gemma4,
     gpt2,
     granite,
     lfm,
@@ -31,6 +32,7 @@ FAMILIES: OpenTable[Family] = OpenTable(
         **llama_like.FAMILIES,
         **qwen.FAMILIES,
         **gemma.FAMILIES,
+        **gemma4.FAMILIES,
         **gpt2.FAMILIES,
         **lfm.FAMILIES,
         **olmo3.FAMILIES,
@@ -68,6 +70,8 @@ MULTIMODAL: Mapping[str, str] = MappingProxyType(
     {
         "gemma3": "gemma3_text",
         "lfm2_vl": "lfm2",
+        "gemma4": "gemma4_text",
+        "gemma4_unified": "gemma4_unified_text",
         "mistral3": "mistral",
         "qwen3_5": "qwen3_5_text",
     }

@@ -104,6 +104,9 @@ class Family:
     # The config -> keys that state again what `windows` and `extra` read. It runs last and overrides all other keys.
     write: Callable[[ModelConfig], HfKeys] = lambda _config: {}
 
+    # Keys that are written for most families, and that the family's config class would take for something else.
+    unwritten: tuple[str, ...] = ()
+
     # Keys that change the mathematics in a way that the decoder does not follow: a model where one is true is refused.
     refused: tuple[str, ...] = ("use_bidirectional_attention",)
 

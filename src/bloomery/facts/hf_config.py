@@ -190,6 +190,7 @@ def config_to_hf(config: ModelConfig) -> HfKeys:
         raw_config |= {"architectures": [f"{stem}ForSequenceClassification"]}
         raw_config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     raw_config |= family.write(config)
+    raw_config = {key: value for key, value in raw_config.items() if key not in family.unwritten}
     read_back = config_from_hf(raw_config, where="model")
     lost = [f.name for f in fields(config) if getattr(read_back, f.name) != getattr(config, f.name)]
     if lost:

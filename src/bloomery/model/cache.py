@@ -113,7 +113,8 @@ class LayerCache:
 
     def fill(self, rows: range, source: "LayerCache", source_slot: int, length: int) -> None:
         """Makes each of the slots `rows` the first `length` tokens of a slot of another cache."""
-        assert source.keys is not None and source.values is not None
+        if source.keys is None or source.values is None:  # a layer that uses the keys of another
+            return
         keys, values = self.memory(source.keys.shape[1], source.keys.shape[3], source.keys)
         num_keys = min(length, source.capacity)  # a sliding window keeps the last ones
         keys[rows.start : rows.stop, :, :num_keys] = source.keys[source_slot, :, :num_keys]

@@ -9,7 +9,7 @@ V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from bloomery.core.errors import UserError
 from bloomery.facts.config import Mixer, ModelConfig, Stage, whole_model
 from bloomery.facts.counting import MIXER_MODULES, Layer, layers
 from bloomery.model.attention.attend import DocumentBorders, DocumentLayout, layout_of
-from bloomery.model.cache import Cache, LayerCache, StateCache
+from bloomery.model.cache import Cache, LayerCache, StateCache, VisiblePast
 from bloomery.model.compiled_scores import RowsOf
 from bloomery.model.heads import Head, Logits
 from bloomery.model.mixers.attention import Attention, SequenceExchange, plain_backend
@@ -90,7 +90,9 @@ class Block(nn.Module):
                       pre_feedforward_layernorm, MLP, post_feedforward_layernorm
     shared (Cohere)   input_layernorm, of which mixer and MLP both compute
 
-    The mixer is a module of the name that `counting.MIXER_MODULES` gives its kind.
+    The mixer is a module of the name that `counting.MIXER_MODULES` gives its kind. With `config.per_layer_input_size`
+    a third branch follows, as in Gemma 4: per_layer_input_gate and activation, times what the layer is given of each
+    token, per_layer_projection, post_per_layer_input_norm. `config.layer_scalar` then multiplies all of it.
     """
 
     input_layernorm: nn.Module
@@ -109,6 +111,14 @@ class Block(nn.Module):
             self.add_module(name, build_norm(config, config.hidden_size))
         self.add_module(MIXER_MODULES[layer.mixer], MIXERS[layer.mixer](config, layer, backend))
         self.mlp = MLP(config, layer)
+        if width := config.per_layer_input_size:
+            self.activate = ACTIVATIONS[config.activation]
+            self.per_layer_input_gate = nn.Linear(config.hidden_size, width, bias=False)
+            self.per_layer_projection = nn.Linear(width, config.hidden_size, bias=False)
+            self.post_per_layer_input_norm = build_norm(config, config.hidden_size)
+        self.layer_scalar: nn.Parameter | None = None
+        if config.layer_scalar:
+            self.layer_scalar = nn.Parameter(torch.empty(1), requires_grad=False)
 
     @property
     def mixer(self) -> nn.Module:
@@ -120,13 +130,22 @@ class Block(nn.Module):
         rotary: Rotary | None,
         layout: DocumentLayout,
         cache: LayerCache | StateCache | None = None,
-    ) -> Tensor:
+        input_BTP: Tensor | None = None,
+        lent: VisiblePast | None = None,
+    ) -> Tensor | tuple[Tensor, VisiblePast]:
+        """The residual stream that leaves the layer; beside it, of a layer that lends them, its keys and values.
+
+        input_BTP: what the layer is given of each token. lent: the keys and values of the layer whose ones it uses.
+        """
         norm_before = self.placement != "after"
         norm_after = self.placement in ("after", "both")
 
         # What the mixer makes is added to the residual stream x.
         normed_BTD = self.input_layernorm(x_BTD) if norm_before else x_BTD
-        y_BTD = self.drop(self.mixer(normed_BTD, rotary, layout, cache))
+        lent_keys = () if self.kind.keys_of is None else (lent,)
+        mixed = self.mixer(normed_BTD, rotary, layout, cache, *lent_keys)
+        y_BTD, past = mixed if self.kind.lends_keys else (mixed, None)
+        y_BTD = self.drop(y_BTD)
         if self.placement == "shared":
             x_BTD = self.added(x_BTD, y_BTD)
             return self.added(x_BTD, self.drop(self.mlp(normed_BTD)))
@@ -140,7 +159,16 @@ class Block(nn.Module):
         elif norm_before:
             y_BTD = self.post_attention_layernorm(x_BTD)
         y_BTD = self.drop(self.mlp(y_BTD))
-        return self.added(x_BTD, self.post_feedforward_layernorm(y_BTD) if norm_after else y_BTD)
+        x_BTD = self.added(x_BTD, self.post_feedforward_layernorm(y_BTD) if norm_after else y_BTD)
+
+        # What the layer is given of each token comes through a gate that the stream opens.
+        if input_BTP is not None:
+            gate_BTP = self.activate(self.per_layer_input_gate(x_BTD))
+            y_BTD = self.drop(self.per_layer_projection(gate_BTP * input_BTP))
+            x_BTD = self.added(x_BTD, self.post_per_layer_input_norm(y_BTD))
+        if self.layer_scalar is not None:
+            x_BTD = x_BTD * self.layer_scalar
+        return x_BTD if past is None else (x_BTD, past)
 
     def added(self, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
         return x_BTD + y_BTD if self.multiplier == 1.0 else x_BTD + y_BTD * self.multiplier
@@ -202,6 +230,11 @@ class Backbone(nn.Module):
         self.embed_tokens = blank_embedding(config.vocab_size, config.hidden_size)
         if config.positions == "learned":
             self.embed_positions = blank_embedding(config.max_positions, config.hidden_size)
+        if width := config.per_layer_input_size:
+            all_layers = config.num_layers * width
+            self.embed_tokens_per_layer = blank_embedding(config.vocab_size, all_layers)
+            self.per_layer_model_projection = nn.Linear(config.hidden_size, all_layers, bias=False)
+            self.per_layer_projection_norm = build_norm(config, width)
         self.layers = nn.ModuleList(Block(config, layer, backend) for layer in layers(config))
         self.norm = build_norm(config, config.hidden_size)
         self.frequencies = Frequencies(config)
@@ -222,11 +255,15 @@ class Backbone(nn.Module):
 
         stage = self.stage
         block_of_layer = dict(zip(stage.layers, self.layers, strict=True))
+        inputs_LBTP: Sequence[Tensor | None] = (None,) * self.config.num_layers
+        lent_by_layer: dict[int, VisiblePast] = {}
         groups = range(len(stage.groups)) if self.group is None else (self.group,)
         for group in groups:
             # The residual stream begins with the embedded tokens, or comes from the stage before.
             if group == 0 and stage.embeds:
                 x_BTD = self.embed(tokens_BT, positions)
+                if self.config.per_layer_input_size:
+                    inputs_LBTP = self.per_layer_inputs(tokens_BT, x_BTD).unbind(2)
             else:
                 assert self.link is not None, "a stage has a link to the one before"
                 x_BTD = self.link.receive(group, tokens_BT)
@@ -234,7 +271,19 @@ class Backbone(nn.Module):
                 if self.seed_layer is not None and self.training:
                     self.seed_layer(layer)
                 layer_cache = None if cache is None else cache.layers[layer]
-                x_BTD = block_of_layer[layer](x_BTD, rotary_by_layer[layer], layout, layer_cache)
+                block: Any = block_of_layer[layer]
+                output = block(
+                    x_BTD,
+                    rotary_by_layer[layer],
+                    layout,
+                    layer_cache,
+                    inputs_LBTP[layer],
+                    None if block.kind.keys_of is None else lent_by_layer[block.kind.keys_of],
+                )
+                if block.kind.lends_keys:
+                    x_BTD, lent_by_layer[layer] = output
+                else:
+                    x_BTD = output
 
             # It ends at the head, or goes on to the stage that follows.
             if stage.has_head and group == len(stage.groups) - 1:
@@ -299,6 +348,21 @@ class Backbone(nn.Module):
 
         rate = self.config.embedding_dropout
         return F.dropout(x_BTD, rate) if rate and self.training else x_BTD
+
+    def per_layer_inputs(self, tokens_BT: Tensor, x_BTD: Tensor) -> Tensor:
+        """What each layer is given of each token: [B, T, L, P], of its own embedding and of the embedded tokens."""
+        width = self.config.per_layer_input_size
+        weight = self.embed_tokens_per_layer.weight
+        if self.adds_rows and torch.is_grad_enabled() and weight.requires_grad:
+            rows = RowsOf.apply(weight, tokens_BT)  # type: ignore[no-untyped-call]  # torch's `apply`
+        else:
+            rows = self.embed_tokens_per_layer(tokens_BT)
+        # Its factor is rounded to the weights' precision, as that of the other embedding.
+        rows = rows * torch.tensor(width**0.5, dtype=rows.dtype).item()
+        projected = self.per_layer_model_projection(x_BTD) * self.config.hidden_size**-0.5
+        projected = self.per_layer_projection_norm(projected.unflatten(-1, (-1, width)))
+        inputs_BTLP: Tensor = (projected + rows.unflatten(-1, (-1, width))) * 2.0**-0.5
+        return inputs_BTLP
 
     def rotary(self, positions: Tensor) -> list[Rotary | None]:
         """The table of every layer of the whole decoder; layers that rotate alike share theirs."""

@@ -91,18 +91,26 @@ def torch_rms_norm(x: Tensor, gain: Tensor, eps: float, dtype: torch.dtype) -> T
 
 
 class RMSNorm(nn.Module):
-    """`unit_offset`: the gain is 1 + weight. A simulation hands in the operator of the device it stands for."""
+    """`unit_offset`: the gain is 1 + weight; without a weight it is 1.
 
-    def __init__(self, width: int, eps: float, *, unit_offset: bool) -> None:
+    A simulation hands in the operator of the device it stands for.
+    """
+
+    def __init__(
+        self, width: int, eps: float, *, unit_offset: bool, has_weight: bool = True
+    ) -> None:
         super().__init__()
         self.operator: RMSNormOperator = rms_norm
-        self.weight = nn.Parameter(torch.empty(width))
+        self.weight = nn.Parameter(torch.empty(width)) if has_weight else None
         self.eps = eps
         self.unit_offset = unit_offset
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """As `dtype`; None: in the dtype of the next matmul."""
-        gain = widened(self.weight) + 1 if self.unit_offset else self.weight
+        if self.weight is None:
+            gain = x.new_ones(x.shape[-1])
+        else:
+            gain = widened(self.weight) + 1 if self.unit_offset else self.weight
         return self.operator(x, gain, self.eps, dtype or working_dtype(x))
 
 

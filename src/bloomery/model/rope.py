@@ -7,6 +7,7 @@ import math
 from typing import Any, NamedTuple, final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bloomery.facts.config import ModelConfig, RopeScaling
@@ -42,6 +43,10 @@ def frequencies(config: ModelConfig, rotation: Rotation, length: Tensor | int) -
     match scaling.kind:
         case "linear":
             return 1.0 / theta**powers / scaling.factor
+        case "proportional":
+            num_turning = int(scaling.turning_share * width // 2)
+            turning = 1.0 / theta ** powers[:num_turning] / scaling.factor
+            return F.pad(turning, (0, width // 2 - num_turning))
         case "dynamic":
             stretch = (
                 torch.clamp(torch.as_tensor(length).float(), min=config.max_positions)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from bloomery.core.errors import UserError
 from bloomery.core.files import open_input, read_input
 from bloomery.facts.config import ModelConfig
-from bloomery.facts.counting import Shape, parameter_shapes
+from bloomery.facts.counting import Shape, layers, parameter_shapes
 from bloomery.facts.families import FAMILIES
 from bloomery.facts.family import StoredNames
 from bloomery.hub import PICKLE_SUFFIXES
@@ -377,6 +377,10 @@ VISION = (
     "model.visual.",
     "mtp.",  # further layers that guess tokens; transformers does not read them either
     "vision_tower.",
+    "model.audio_tower.",
+    "model.embed_audio.",
+    "model.embed_vision.",
+    "model.vision_embedder.",
     "multi_modal_projector.",
     "model.vision_tower.",
     "model.multi_modal_projector.",
@@ -490,6 +494,12 @@ def read_headers(
     }
     if config.tie_embeddings or config.head == "values":
         surplus_names -= set(HEADS)
+    if unused_names := surplus_names & _unused_keys(config):
+        surplus_names -= unused_names
+        notes.append(
+            f"{len(unused_names)} tensors of layers that use the keys of another, such as {min(unused_names)}, are not"
+            " read, as in transformers"
+        )
     if surplus_names and expected_names <= tensors.keys():
         raise UserError(
             f"{min(surplus_names)} has no place in a {config.family} model",
@@ -533,6 +543,16 @@ def _part_of(name: str, tensors: Mapping[str, StoredTensor]) -> str | None:
     """A tensor that is a part of the quantized matrix of that name, or None."""
     parts = (f"{name}_packed", f"{name.removesuffix('weight')}qweight", f"{name}_blocks")
     return next((part for part in parts if part in tensors), None)
+
+
+def _unused_keys(config: ModelConfig) -> set[str]:
+    """What files hold of layers that use the keys and values of another, though nothing computes with it."""
+    return {
+        f"{layer.name}.self_attn.{module}.weight"
+        for layer in layers(config)
+        if layer.keys_of is not None
+        for module in ("k_proj", "v_proj", "k_norm", "v_norm")
+    }
 
 
 def _missing(name: str, config: ModelConfig, folder: Path) -> UserError:

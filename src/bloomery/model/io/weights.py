@@ -107,12 +107,18 @@ def quantized_weights(model: nn.Module) -> Iterator[tuple[str, QuantizedWeight]]
 SHARD_BYTES = 4 * 2**30
 # Logits of deviation s cost s^2 / 2 nats over the ln V of knowing nothing: 0.2 at GPT-2's width of 1,024 with gain 1.
 LOGIT_DEVIATION = 0.3
-VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight", "lm_head.bias")
+VOCABULARY = (
+    "model.embed_tokens.weight",
+    "model.embed_tokens_per_layer.weight",
+    "lm_head.weight",
+    "lm_head.bias",
+)
 RESIDUAL = (
     "self_attn.o_proj.weight",
     "linear_attn.out_proj.weight",
     "conv.out_proj.weight",
     "mlp.down_proj.weight",
+    "per_layer_projection.weight",
 )
 LARGEST_DECAY = 16.0  # of a delta net's head: its A is drawn below it, as in transformers
 
@@ -216,6 +222,8 @@ def init_weights(decoder: Decoder, seed: int) -> None:
     for name, parameter in base_parameters(decoder):
         if name.endswith(".bias"):
             parameter.zero_()
+        elif name.endswith(".layer_scalar"):
+            parameter.fill_(1.0)
         elif name.endswith(".A_log"):
             rates = torch.empty(parameter.shape).uniform_(generator=stream(seed, name))
             put((rates * LARGEST_DECAY).clamp(min=0.01).log(), parameter)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import Layer
 from bloomery.model.attention.attend import Backend, DocumentLayout, attend, decode
-from bloomery.model.cache import LayerCache
-from bloomery.model.norms import build_norm
+from bloomery.model.cache import LayerCache, VisiblePast
+from bloomery.model.norms import RMSNorm, build_norm
 from bloomery.model.rope import Rotary, rotate
 
 
@@ -43,6 +43,9 @@ class Attention(nn.Module):
 
     With `config.attention_gate` q_proj has two numbers for each of a query: head by head its query, then the gate of
     the head's output (arXiv:2505.06708).
+
+    A layer may have no keys and values of its own: it is given `lent` ones, as its queries see them, which the forward
+    of the earlier layer `counting.Layer.keys_of` returns beside its output.
     """
 
     def __init__(self, config: ModelConfig, layer: Layer, backend: str) -> None:
@@ -60,63 +63,65 @@ class Attention(nn.Module):
         key_width = layer.key_width
         gated_width = 2 * query_width if config.attention_gate else query_width
         self.q_proj = nn.Linear(width, gated_width, bias=config.attention_bias)
-        self.k_proj = nn.Linear(width, key_width, bias=config.attention_bias)
-        self.v_proj = nn.Linear(width, key_width, bias=config.attention_bias)
+        self.lends_keys = layer.lends_keys
+        has_keys = layer.keys_of is None
+        self.k_proj: nn.Linear | None = None
+        self.v_proj: nn.Linear | None = None
+        if has_keys:
+            self.k_proj = nn.Linear(width, key_width, bias=config.attention_bias)
+        if has_keys and not layer.keys_are_values:
+            self.v_proj = nn.Linear(width, key_width, bias=config.attention_bias)
         self.o_proj = nn.Linear(query_width, width, bias=config.output_bias)
-        if config.qk_norm in ("head", "rotated_head"):
-            self.q_norm = build_norm(config, layer.head_dim)
-            self.k_norm = build_norm(config, layer.head_dim)
-        elif config.qk_norm == "full":
-            self.q_norm = build_norm(config, query_width)
-            self.k_norm = build_norm(config, key_width)
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
+        self.v_norm: RMSNorm | None = None
+        if config.qk_norm != "none":
+            is_full = config.qk_norm == "full"
+            self.q_norm = build_norm(config, query_width if is_full else layer.head_dim)
+            if has_keys:
+                self.k_norm = build_norm(config, key_width if is_full else layer.head_dim)
+        if config.value_norm and has_keys:
+            self.v_norm = RMSNorm(
+                layer.head_dim, config.norm_eps, unit_offset=False, has_weight=False
+            )
 
     def forward(
-        self, x_BTD: Tensor, rotary: Rotary | None, layout: DocumentLayout, cache: LayerCache | None
-    ) -> Tensor:
-        # All heads next to each other: q is [B, T, H E], k and v are [B, T, K E].
+        self,
+        x_BTD: Tensor,
+        rotary: Rotary | None,
+        layout: DocumentLayout,
+        cache: LayerCache | None,
+        lent: VisiblePast | None = None,
+    ) -> Tensor | tuple[Tensor, VisiblePast]:
+        # All heads next to each other: q is [B, T, H E].
         config = self.config
         q = self.q_proj(x_BTD)
-        k = self.k_proj(x_BTD)
-        v = self.v_proj(x_BTD)
         gate_BTQ = None
         if config.attention_gate:
             q_and_gate = q.unflatten(-1, (-1, 2, self.head_dim))
             q, gate_BTQ = (x.flatten(-2) for x in q_and_gate.unbind(-2))
 
-        # Queries and keys are normed over all heads at once, or, once split into heads, each by itself, before or after
-        # their rotation. Norm and rotation both compute in float32: nothing is rounded between them.
-        norm_dtype = v.dtype if rotary is None else torch.promote_types(v.dtype, torch.float32)
-        if config.qk_norm == "full":
-            q = self.q_norm(q, norm_dtype)
-            k = self.k_norm(k, norm_dtype)
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
-        if config.qk_norm == "head":
-            q = self.q_norm(q, norm_dtype)
-            k = self.k_norm(k, norm_dtype)
-        if rotary is not None:
-            rotated_dtype = norm_dtype if config.qk_norm == "rotated_head" else v.dtype
-            q = rotate(q, rotary, rotated_dtype)
-            k = rotate(k, rotary, rotated_dtype)
-        if config.qk_norm == "rotated_head":
-            q = self.q_norm(q, v.dtype)
-            k = self.k_norm(k, v.dtype)
+        q_BHTE = self.turned_heads(q, self.q_norm, rotary)
         if rotary is not None and rotary.query_scale is not None:
-            q = q * rotary.query_scale.to(v.dtype)
-        q_BHTE, k_BKTE, v_BKTE = (x.transpose(1, 2) for x in (q, k, v))
+            q_BHTE = q_BHTE * rotary.query_scale.to(q_BHTE.dtype).transpose(1, 2)
+        past = self.keys_and_values(x_BTD, rotary) if lent is None else lent
 
         # While text is generated, the new tokens also see the keys and values of all tokens before, from a cache. Where
         # its texts differ in length it also says which keys each one sees, windows included.
         backend = self.backend
         window = self.window
         if cache is not None:
-            k_BKTE, v_BKTE, mask = cache.extend(k_BKTE, v_BKTE)
+            if lent is None:
+                past = cache.extend(past.keys, past.values)
             backend = plain_backend(config)
-            if mask is not None:
-                layout = DocumentLayout(mask_B1TS=mask)
+            if past.mask is not None:
+                layout = DocumentLayout(mask_B1TS=past.mask)
                 window = None
             if self.decodes_with_kernel and q_BHTE.shape[2] == 1:
                 backend = decode
                 layout = DocumentLayout(num_keys_B=cache.num_keys(q_BHTE.device))
+        k_BKTE = past.keys
+        v_BKTE = past.values
 
         # Other ranks may have the other tokens of these sequences: attention then sees all tokens of some of the heads.
         exchange = self.exchange if cache is None else None
@@ -139,4 +144,36 @@ class Attention(nn.Module):
         if gate_BTQ is not None:
             y_BTQ = y_BTQ * torch.sigmoid(gate_BTQ)
         projected: Tensor = self.o_proj(y_BTQ)
-        return projected
+        return (projected, past) if self.lends_keys else projected
+
+    def keys_and_values(self, x_BTD: Tensor, rotary: Rotary | None) -> VisiblePast:
+        """Those of the new tokens alone."""
+        assert self.k_proj is not None, "the keys of another layer are handed in"
+        k = self.k_proj(x_BTD)
+        v = k if self.v_proj is None else self.v_proj(x_BTD)
+        v_BTKE = v.unflatten(-1, (-1, self.head_dim))
+        if self.v_norm is not None:
+            v_BTKE = self.v_norm(v_BTKE)
+        return VisiblePast(
+            self.turned_heads(k, self.k_norm, rotary), v_BTKE.transpose(1, 2), mask=None
+        )
+
+    def turned_heads(self, x: Tensor, norm: nn.Module | None, rotary: Rotary | None) -> Tensor:
+        """Queries or keys, normed and rotated: [B, heads, T, E] of [B, T, heads E].
+
+        They are normed over all heads at once, or, once split into heads, each by itself, before or after their
+        rotation. Norm and rotation both compute in float32: nothing is rounded between them.
+        """
+        dtype = x.dtype
+        norm_dtype = dtype if rotary is None else torch.promote_types(dtype, torch.float32)
+        if norm is not None and self.config.qk_norm == "full":
+            x = norm(x, norm_dtype)
+        x = x.unflatten(-1, (-1, self.head_dim))
+        if norm is not None and self.config.qk_norm == "head":
+            x = norm(x, norm_dtype)
+        is_normed_last = norm is not None and self.config.qk_norm == "rotated_head"
+        if rotary is not None:
+            x = rotate(x, rotary, norm_dtype if is_normed_last else dtype)
+        if norm is not None and is_normed_last:
+            x = norm(x, dtype)
+        return x.transpose(1, 2)
