@@ -432,7 +432,7 @@ class Decoder(nn.Module):
     def use_attention(self, backend: str) -> None:
         """From now on the native layers compute with this backend of `model.attention`."""
         for module in self.modules():
-            if isinstance(module, Attention | Backbone):
+            if isinstance(module, Attention | GatedDeltaNet | GatedShortConvolution | Backbone):
                 module.backend = backend
         self.decode_with_kernel(backend == "triton")
 

@@ -20,6 +20,7 @@ from bloomery.model.attention import compiled
 from bloomery.model.attention.tile_times import FILE, Gpu, Workload, fastest_tiles
 from bloomery.model.attention.tiles import KERNELS, TileShape, tile_candidates, use_tile
 from bloomery.model.attention.triton_attention import arch_of
+from bloomery.model.mixers import compiled as compiled_mixers
 from bloomery.model.native import Uncompiled
 from bloomery.monitor.events import Emit, Warned
 from bloomery.parallel.mesh import Mesh
@@ -42,6 +43,8 @@ def build_kernels(model: ModelPlan) -> float:
             compiled_scores.build()
         if model.attention == "compiled":
             compiled.build()
+            if {layer.mixer for layer in layers(model.config)} != {"attention"}:
+                compiled_mixers.build()
     except Uncompiled as error:
         raise UserError(
             f"the C++ that this plan computes with cannot be compiled: {error}",

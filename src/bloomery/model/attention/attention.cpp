@@ -163,38 +163,6 @@ static void product(float *C, Long ldc, const Word *A, Long lda, Tiles B, Long r
 
 // ---- layouts --------------------------------------------------------------------------------------------------------
 
-// 16 x 16 words; rows `from` apart and `into` apart.
-static inline void transpose(Word *into, Long to_row, const Word *from, Long from_row) {
-#if defined __AVX512F__
-    __m512i r[16], s[16];
-    for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(from + i * from_row);
-    for (int i = 0; i < 16; i += 2) {
-        s[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-        s[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4)
-        for (int j = 0; j < 2; j++) {
-            r[i + 2 * j] = _mm512_unpacklo_epi64(s[i + j], s[i + j + 2]);
-            r[i + 2 * j + 1] = _mm512_unpackhi_epi64(s[i + j], s[i + j + 2]);
-        }
-    for (int i = 0; i < 4; i++) {
-        s[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
-        s[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-        s[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-        s[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-    }
-    for (int i = 0; i < 4; i++) {
-        _mm512_storeu_si512(into + i * to_row, _mm512_shuffle_i32x4(s[i], s[i + 8], 0x88));
-        _mm512_storeu_si512(into + (i + 8) * to_row, _mm512_shuffle_i32x4(s[i], s[i + 8], 0xdd));
-        _mm512_storeu_si512(into + (i + 4) * to_row, _mm512_shuffle_i32x4(s[i + 4], s[i + 12], 0x88));
-        _mm512_storeu_si512(into + (i + 12) * to_row, _mm512_shuffle_i32x4(s[i + 4], s[i + 12], 0xdd));
-    }
-#else
-    for (Long i = 0; i < LANES; i++)
-        for (Long j = 0; j < LANES; j++) into[j * to_row + i] = from[i * from_row + j];
-#endif
-}
-
 // The sum of products of two rows of words.
 static inline Floats dot(const float *a, const float *b, Long width) {
     Floats sum = {};
@@ -286,18 +254,7 @@ static inline void narrowed(Half *into, const float *from, Long count) {
 #endif
 }
 
-// ---- scratch --------------------------------------------------------------------------------------------------------
-
-struct Scratch {  // one allocation a thread, cut into pieces
-    char *memory = nullptr, *free = nullptr;
-    explicit Scratch(Long bytes) { memory = free = (char *)aligned_alloc(64, (bytes + 63) / 64 * 64); }
-    ~Scratch() { std::free(memory); }
-    template <class V> V *take(Long count) {
-        V *piece = (V *)free;
-        free += (count * Long(sizeof(V)) + 63) / 64 * 64;
-        return piece;
-    }
-};
+// ---- documents ------------------------------------------------------------------------------------------------------
 
 static Long longest_document(const Call &call) {
     Long longest = 0;

@@ -13,6 +13,7 @@ from bloomery.facts.counting import Layer
 from bloomery.facts.limits import delta_net_groups
 from bloomery.model.attention.attend import DocumentLayout
 from bloomery.model.cache import StateCache
+from bloomery.model.mixers import compiled
 from bloomery.model.mixers.convolution import DepthwiseConvolution, convolved
 from bloomery.model.mixers.delta_rule import chunked_delta_rule, delta_rule_step
 from bloomery.model.mixers.recomputed import recomputed
@@ -23,11 +24,14 @@ KEY_EPS = 1e-6  # under the root of a key's and query's length, as in flash-line
 
 
 class GatedDeltaNet(nn.Module):
-    """arXiv:2412.06464, parameters as in transformers' Qwen3.5. `backend` is of attention, and not read."""
+    """arXiv:2412.06464, parameters as in transformers' Qwen3.5.
+
+    `backend` is of attention: with "compiled", sequences without a cache go to C++ (`mixers.compiled`), too.
+    """
 
     def __init__(self, config: ModelConfig, layer: Layer, backend: str) -> None:
-        del backend
         super().__init__()
+        self.backend = backend
         assert layer.delta_net is not None
         sizes = layer.delta_net
         width = config.hidden_size
@@ -54,10 +58,15 @@ class GatedDeltaNet(nn.Module):
             self.in_proj_b(x_BTD),
             self.in_proj_a(x_BTD),
         )
-        if cache is None:
-            y_BTV = self._read_all(projections, layout.first_BT)
-        else:
+        if cache is not None:
             y_BTV = self._read_with_cache(projections, cache)
+        elif self.backend == "compiled" and projections[0].dtype in compiled.DTYPES:
+            parameters = (self.conv1d.weight, self.dt_bias, self.A_log)
+            y_BTV = recomputed(
+                self._read_compiled, layout.first_BT, self.norm.weight, *projections, *parameters
+            )
+        else:
+            y_BTV = self._read_all(projections, layout.first_BT)
         projected: Tensor = self.out_proj(y_BTV.to(dtype))
         return projected
 
@@ -93,6 +102,20 @@ class GatedDeltaNet(nn.Module):
         inputs = self._inputs_of_rule(q, k, v, b, a, dt_bias, A_log)
         read_BHTF, _ = chunked_delta_rule(*inputs, first_BT=first_BT)
         return self._gated(read_BHTF.transpose(1, 2), z, gain_F).to(z.dtype)
+
+    def _read_compiled(self, first_BT: Tensor | None, gain_F: Tensor, *inputs: Tensor) -> Tensor:
+        """The same with all heads in C++ (`mixers.compiled`), which keeps a chunk of a head at a time."""
+        qkv_BTC, z_BTV, b_BTH, a_BTH, weight, dt_bias, A_log = inputs  # the parameter's name
+        sizes = self.sizes
+        convolved_BTC = compiled.convolution(
+            qkv_BTC, weight.squeeze(1), None, first_BT, compiled.SILU
+        )
+        decay_BTH, beta_BTH = _decays_and_strengths(b_BTH, a_BTH, dt_bias, A_log)
+        heads = compiled.HeadSizes(
+            sizes.num_key_heads, sizes.num_value_heads, sizes.key_head_dim, sizes.value_head_dim
+        )
+        read_BTHF = compiled.delta_rule(convolved_BTC, decay_BTH, beta_BTH, first_BT, heads)
+        return self._gated(widened(read_BTHF), z_BTV, gain_F).to(z_BTV.dtype)
 
     def _read_with_cache(self, projections: tuple[Tensor, ...], cache: StateCache) -> Tensor:
         """Of new tokens of texts whose states are in the cache [B, T, H F]; nothing is differentiated."""
@@ -131,10 +154,7 @@ class GatedDeltaNet(nn.Module):
         q_BTHE = (q_BTGE * sizes.key_head_dim**-0.5).repeat_interleave(repeats, 2)
         k_BTHE = k_BTGE.repeat_interleave(repeats, 2)
 
-        # How fast each head forgets, and how strongly the token is written.
-        steps_BTH = F.softplus(widened(a_BTH) + widened(dt_bias_H))
-        decay_BTH = -widened(A_log_H).exp() * steps_BTH
-        beta_BTH = widened(b_BTH).sigmoid()
+        decay_BTH, beta_BTH = _decays_and_strengths(b_BTH, a_BTH, dt_bias_H, A_log_H)
         inputs = (q_BTHE, k_BTHE, v_BTHF, decay_BTH, beta_BTH)
         q, k, v, decay, beta = (tensor.transpose(1, 2) for tensor in inputs)
         return q, k, v, decay, beta
@@ -143,6 +163,18 @@ class GatedDeltaNet(nn.Module):
         """Each head normed, then times SiLU(z), float32 [B, T, h F]."""
         normed_BTHF = rms_norm(read_BTHF, gain_F, self.norm.eps, read_BTHF.dtype)
         return normed_BTHF.flatten(2) * F.silu(widened(z_BTV))
+
+
+def _decays_and_strengths(
+    b_BTH: Tensor,
+    a_BTH: Tensor,
+    dt_bias_H: Tensor,
+    A_log_H: Tensor,  # the parameter's name
+) -> tuple[Tensor, Tensor]:
+    """How fast each head forgets, and how strongly each token is written: [B, T, H] in float32."""
+    steps_BTH = F.softplus(widened(a_BTH) + widened(dt_bias_H))
+    decay_BTH = -widened(A_log_H).exp() * steps_BTH
+    return decay_BTH, widened(b_BTH).sigmoid()
 
 
 def _unit(x: Tensor) -> Tensor:

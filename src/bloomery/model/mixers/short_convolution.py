@@ -6,19 +6,21 @@ from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import Layer
 from bloomery.model.attention.attend import DocumentLayout
 from bloomery.model.cache import StateCache
+from bloomery.model.mixers import compiled
 from bloomery.model.mixers.convolution import DepthwiseConvolution
 from bloomery.model.rope import Rotary
 
 
 class GatedShortConvolution(nn.Module):
-    """arXiv:2511.23404, parameters as in transformers' LFM2. `backend` is of attention, and not read.
+    """arXiv:2511.23404, parameters as in transformers' LFM2.
 
-    One gate before a convolution of each number by itself over the last tokens of its document, one after it.
+    `backend` is of attention: with "compiled", sequences without a cache go to C++ (`mixers.compiled`), too. One gate
+    before a convolution of each number by itself over the last tokens of its document, one after it.
     """
 
     def __init__(self, config: ModelConfig, layer: Layer, backend: str) -> None:
-        del backend
         super().__init__()
+        self.backend = backend
         assert layer.short_convolution is not None
         sizes = layer.short_convolution
         width = config.hidden_size
@@ -31,12 +33,21 @@ class GatedShortConvolution(nn.Module):
         self, x_BTD: Tensor, rotary: Rotary | None, layout: DocumentLayout, cache: StateCache | None
     ) -> Tensor:
         del rotary  # the kernel tells near tokens from far ones
-        gate_BTD, output_gate_BTD, x_BTD = self.in_proj(x_BTD).chunk(3, -1)
+        gates_and_x = self.in_proj(x_BTD)
+        projected: Tensor
+        if self.backend == "compiled" and cache is None and gates_and_x.dtype in compiled.DTYPES:
+            conv = self.conv
+            weight_DK = conv.weight.squeeze(1)
+            projected = self.out_proj(
+                compiled.convolution(
+                    gates_and_x, weight_DK, conv.bias, layout.first_BT, compiled.GATED
+                )
+            )
+            return projected
+        gate_BTD, output_gate_BTD, x_BTD = gates_and_x.chunk(3, -1)
         gated_BTD = gate_BTD * x_BTD
         past = None
         if cache is not None:
             past = cache.current("convolved", (self.kernel - 1, x_BTD.shape[-1]), gated_BTD)
-        projected: Tensor = self.out_proj(
-            output_gate_BTD * self.conv(gated_BTD, layout.first_BT, past)
-        )
+        projected = self.out_proj(output_gate_BTD * self.conv(gated_BTD, layout.first_BT, past))
         return projected
