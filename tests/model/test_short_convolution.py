@@ -12,7 +12,9 @@ from torch.testing import assert_close
 from bloomery.core.errors import UserError
 from bloomery.facts.hf_config import config_from_hf
 from bloomery.model.cache import Cache
+from bloomery.model.configs import build_config
 from bloomery.model.io.weights import load_decoder
+from bloomery.recipe.schema import Model
 
 
 @torch.no_grad()
@@ -81,3 +83,12 @@ def test_older_keys_mean_what_they_mean_in_transformers() -> None:
 def test_an_unknown_kind_of_layer_is_refused() -> None:
     with pytest.raises(UserError, match="layer_types"):
         config_from_hf(PUBLISHED | {"layer_types": ["conv", "mamba"] * 8})
+
+
+def test_a_new_model_has_the_mlp_it_asks_for_and_convolutions() -> None:
+    model = Model(
+        family="lfm2", hidden_size=64, intermediate_size=100, num_layers=6, num_heads=4
+    )
+    config = build_config(model, vocab_size=300)
+    assert config.intermediate_size == 100
+    assert [mixer == "attention" for mixer in config.mixers] == [False, False, True] * 2

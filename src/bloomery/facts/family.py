@@ -107,6 +107,10 @@ class Family:
     # Keys that are written for most families, and that the family's config class would take for something else.
     unwritten: tuple[str, ...] = ()
 
+    # (sizes of a new model, by fact) -> keys that it has beside them, where a size or a default of the config class
+    # does not make what the family is known for.
+    fresh: Callable[[Mapping[str, Any]], HfKeys] = lambda _sizes: {}
+
     # Keys that change the mathematics in a way that the decoder does not follow: a model where one is true is refused.
     refused: tuple[str, ...] = ("use_bidirectional_attention",)
 

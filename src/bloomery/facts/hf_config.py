@@ -219,14 +219,16 @@ def fresh_config(
 
     `delta_net`: fields of a `DeltaNet`, of a family that has them.
     """
-    keys = known_family(name).keys
+    family = known_family(name)
+    keys = family.keys
     hf_sizes: HfKeys = {
         keys[native_name]: size for native_name, size in sizes.items() if native_name in keys
     }
     if window is not None:
         hf_sizes |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
     hf_sizes |= {f"linear_{field}": size for field, size in delta_net.items()}
-    config = config_from_hf({"model_type": name, **hf_sizes}, where="model")
+    fresh_keys = {"model_type": name, **family.fresh(sizes)}
+    config = config_from_hf(fresh_keys | hf_sizes, where="model")
     if window is not None and not config.sliding_window:
         fix = "leave it out, or choose mistral"
         raise UserError(

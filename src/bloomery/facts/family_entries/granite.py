@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from bloomery.facts.config import ModelConfig
-from bloomery.facts.config_fields import LARGEST, Fields, HfKeys, ModelFacts
-from bloomery.facts.family import BIASES, GATE_UP, Family, StoredNames
+from bloomery.facts.config_fields import Fields, HfKeys, ModelFacts
+from bloomery.facts.family import BIASES, GATE_UP, LLAMA_KEYS, Family, StoredNames
 
 _DEFAULTS = MappingProxyType(
     {
@@ -57,7 +58,6 @@ def _dense_granite4(fields: Fields, facts: ModelFacts) -> ModelFacts:
     if embedding not in (None, "rope", "nope"):
         raise fields.refuse("position_embedding_type", "rope or null")
     return _multipliers(fields, facts) | {
-        "intermediate_size": fields.size("shared_intermediate_size", LARGEST["intermediate_size"]),
         "rotary_layers": () if embedding == "rope" else (False,) * layers,
     }
 
@@ -65,7 +65,7 @@ def _dense_granite4(fields: Fields, facts: ModelFacts) -> ModelFacts:
 def _write_granite4(config: ModelConfig) -> HfKeys:
     """Of Mamba, which no layer has, transformers checks the sizes: one head as wide as the model."""
     return _write_granite(config) | {
-        "shared_intermediate_size": config.intermediate_size,
+        "intermediate_size": config.intermediate_size,
         "num_local_experts": 0,
         "num_experts_per_tok": 0,
         "layer_types": ["full_attention"] * config.num_layers,
@@ -73,6 +73,25 @@ def _write_granite4(config: ModelConfig) -> HfKeys:
         "mamba_n_heads": 1,
         "mamba_expand": 1,
         "mamba_d_head": config.hidden_size,
+    }
+
+
+def _fresh_granite(sizes: Mapping[str, Any]) -> HfKeys:
+    """The multipliers of Granite 3.3 2B, whose attention is scaled by the width of a head."""
+    head_dim = sizes.get("head_dim") or sizes["hidden_size"] // sizes["num_heads"]
+    return {
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 8.0,
+        "attention_multiplier": 1.0 / head_dim,
+    }
+
+
+def _fresh_granite4(sizes: Mapping[str, Any]) -> HfKeys:
+    return _fresh_granite(sizes) | {
+        "num_local_experts": 0,
+        "layer_types": ["full_attention"] * sizes["num_layers"],
+        "position_embedding_type": "rope",
     }
 
 
@@ -84,17 +103,19 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             flags={**BIASES, "mlp_bias": "mlp_bias"},
             extra=_multipliers,
             write=_write_granite,
+            fresh=_fresh_granite,
             defaults=_DEFAULTS,
         ),
         "granitemoehybrid": Family(
             "GraniteMoeHybridForCausalLM",
             "Granite 4",
             flags=BIASES,
+            keys=LLAMA_KEYS | {"intermediate_size": "shared_intermediate_size"},
             extra=_dense_granite4,
             write=_write_granite4,
+            fresh=_fresh_granite4,
             defaults={
                 **_DEFAULTS,
-                "intermediate_size": 11008,
                 "num_local_experts": 8,
                 "shared_intermediate_size": 1024,
             },

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from bloomery.facts.config import Mixer, ModelConfig, ShortConvolution
 from bloomery.facts.config_fields import LARGEST, Fields, HfKeys, ModelFacts
@@ -68,6 +69,14 @@ def _write_lfm2(config: ModelConfig) -> HfKeys:
     }
 
 
+def _fresh_lfm2(sizes: Mapping[str, Any]) -> HfKeys:
+    """Attention in each third layer: about as in LFM2, whose config class has it in all of them."""
+    return {
+        "block_auto_adjust_ff_dim": False,
+        "full_attn_idxs": list(range(2, sizes["num_layers"], 3)),
+    }
+
+
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "lfm2": Family(
@@ -77,6 +86,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             keys=MappingProxyType({**LLAMA_KEYS, "norm_eps": "norm_eps"}),
             extra=_lfm2_facts,
             write=_write_lfm2,
+            fresh=_fresh_lfm2,
             defaults={
                 "vocab_size": 65536,
                 "hidden_size": 2560,

@@ -40,6 +40,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             windows=windows_everywhere,
             extra=_query_scale,
             write=_write,
+            # A new model reads no longer texts than those that it is trained on.
+            fresh=lambda _sizes: {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
             defaults={
                 "num_key_value_heads": 8,
                 "head_dim": 128,
