@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bloomery.facts.config import ModelConfig
+from bloomery.facts.config import DeltaNet, ModelConfig
 from bloomery.infer.completions import Completion, sample_completions
 from bloomery.infer.sampling import (
     NotFinite,
@@ -47,7 +47,15 @@ def completions(decoder, slots, generations=4, prompts=PROMPTS, sampling=SAMPLIN
     return sample_completions(decoder, prompts, generations, sampling, uniforms, slots=slots)
 
 
-@pytest.mark.parametrize("changes", [{}, {"sliding_window": (4, None)}], ids=["all keys", "window"])
+STATES = {
+    "mixers": ("delta_net", "attention"),
+    "delta_net": DeltaNet(num_key_heads=2, num_value_heads=4, key_head_dim=8, value_head_dim=8),
+}
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"sliding_window": (4, None)}, STATES], ids=["all keys", "window", "states"]
+)
 def test_every_token_is_drawn_from_the_forward_of_the_text_before_it(changes):
     decoder = decoder_of(**changes)
     drawn = completions(decoder, slots=5)

@@ -11,7 +11,7 @@ from bloomery.core.errors import UserError
 from bloomery.infer.decode import RunningText, Speculation, sample_tokens
 from bloomery.infer.past import Past
 from bloomery.infer.sampling import Sampling, next_distribution
-from bloomery.infer.speculation import DraftModel, PromptLookup
+from bloomery.infer.speculation import DraftModel, PromptLookup, speculation_of
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import load_decoder
 
@@ -38,7 +38,7 @@ def test_prompt_lookup_finds_the_latest_place() -> None:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("case", ["llama3-gqa-tied", "mistral-window", "gemma3", "qwen3"])
+@pytest.mark.parametrize("case", ["llama3-gqa-tied", "mistral-window", "gemma3", "qwen3", "qwen3.5"])
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_the_text_stays_the_same(case: str, temperature: float, tmp_path: Path) -> None:
     decoder, asked = (
@@ -108,3 +108,25 @@ def test_a_draft_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     other = Decoder(decoder.config.__class__(**{**decoder.config.__dict__, "vocab_size": 140}))
     with pytest.raises(UserError, match="140 tokens"):
         DraftModel(other, decoder)
+
+
+def test_a_state_takes_no_guesses(tmp_path: Path) -> None:
+    """A token that was guessed wrong could not be taken out of it again."""
+    decoder = loaded("qwen3.5", tmp_path)
+    assert Past(decoder, capacity=64).max_guesses(1) == 0
+    with pytest.raises(UserError, match="layers with a delta net cannot forget") as refused:
+        speculation_of(decoder, None, lookup=4, draft=None)
+    assert refused.value.where == "--prompt-lookup"
+
+
+def test_a_text_with_another_end_is_read_again_from_its_start(tmp_path: Path) -> None:
+    """A state goes on with what it has read, and cannot go back to a part of it."""
+    decoder = loaded("qwen3.5", tmp_path)
+    past = Past(decoder)
+    first = tokens(rows=1, length=20)[0].tolist()
+    for ids, num_read in ((first, 20), ([*first, 7, 8, 9], 3), ([*first[:12], 5, 4], 14)):
+        rest = past.reuse(ids, 64)
+        assert len(rest) == num_read
+        with torch.no_grad():
+            expected = decoder(torch.tensor([ids])).head[:, -1]
+        torch.testing.assert_close(past.read([rest]), expected, atol=2e-4, rtol=0)

@@ -38,6 +38,12 @@ REFUSED = {
         "2 devices cannot share the model's 1 key/value head",
         "set parallel.context=1",
     ),
+    "a state": (
+        2,
+        {"context": 2, "model": {"preset": None, "family": "qwen3_5_text"}},
+        "each layer with a delta net reads whole sequences, which devices cannot share",
+        "set parallel.context=1, and parallel.shard for memory",
+    ),
     "a pipeline": (
         4,
         {"context": 2, "pipeline": 2},

@@ -9,6 +9,7 @@ import torch
 
 from bloomery.core.errors import UserError
 from bloomery.data.tokenizer.tokenizer import Tokenizer
+from bloomery.facts.counting import layers
 from bloomery.infer.decode import RunningText, Speculation
 from bloomery.infer.generate import load_model
 from bloomery.infer.load import OnText, Use
@@ -26,7 +27,19 @@ def speculation_of(
     use: Use | None = None,
     on_load: OnText = lambda _: None,
 ) -> Speculation | None:
-    """Prompt lookup of so many tokens, or a draft model. Raises UserError for a draft model of another vocabulary."""
+    """Prompt lookup of so many tokens, or a draft model.
+
+    Raises UserError for a draft model of another vocabulary, and for a model with states that cannot forget a guess.
+    """
+    mixers = {layer.mixer for layer in layers(decoder.config)} - {"attention"}
+    if mixers and (lookup is not None or draft is not None):
+        name = sorted(mixers)[0].replace("_", " ")
+        raise UserError(
+            f"layers with a {name} cannot forget tokens that were guessed wrong",
+            where="--draft" if lookup is None else "--prompt-lookup",
+            fix="leave it out: this model generates one token at a time",
+            code=2,
+        )
     if lookup is not None:
         return Speculation(PromptLookup(lookup))
     if draft is None:

@@ -437,7 +437,10 @@ class Decoder(nn.Module):
         self.decode_with_kernel(backend == "triton")
 
     def share_sequences(self, exchange: SequenceExchange) -> None:
-        """From now on each forward without a cache has this rank's part of the tokens of its sequences."""
+        """From now on each forward without a cache has this rank's part of the tokens of its sequences.
+
+        A plan refuses it for layers with another mixer than attention.
+        """
         for module in self.modules():
             if isinstance(module, Attention | Backbone):
                 module.exchange = exchange

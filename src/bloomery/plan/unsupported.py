@@ -689,6 +689,11 @@ def refuse_context(recipe: Recipe, config: ModelConfig, devices: int) -> None:
     if recipe.parallel.pipeline not in (1, "auto"):
         problem = "a pipeline does not share sequences between devices"
         fix = "set parallel.context=1, or parallel.pipeline=1"
+    elif mixers := {layer.mixer for layer in layers(config)} - {"attention"}:
+        # Only attention exchanges heads: other mixers read the tokens before theirs.
+        name = sorted(mixers)[0].replace("_", " ")
+        problem = f"each layer with a {name} reads whole sequences, which devices cannot share"
+        fix = "set parallel.context=1, and parallel.shard for memory"
     elif devices % size:
         problem = f"{counted(devices, 'devices')} cannot be divided into groups of {size:,} that share sequences"
         fix = f"set parallel.context={math.gcd(devices, size)}, or train on a multiple of {size:,}"

@@ -1,0 +1,118 @@
+"""Runs of a model with gated delta nets: on ranks and stages as on one rank, resumed, with adapters and objectives."""
+
+from pathlib import Path
+
+import pytest
+from plans_for_tests import tiny_config, tiny_plan
+from runs_of_the_loop import assert_same_tensors
+from safetensors.torch import load_file
+from structured_runs import write_answers
+
+from bloomery.data.tokenizer.tokenizer import load_tokenizer
+from bloomery.facts.config import DeltaNet
+from bloomery.model.io.weights import fresh_decoder, model_state, write_model
+from bloomery.recipe.objectives import Preference, Reward
+from bloomery.recipe.schema import Lora, Quantize
+from ranks import fields, losses, on_ranks, ranks, train, train_here
+
+HYBRID = {
+    "family": "qwen3_5_text",
+    "vocab_size": 512,
+    "norm": "rms_unit_offset",
+    "attention_gate": True,
+    "rotary_share": 0.25,
+    "num_layers": 4,
+    "mixers": ("delta_net", "attention", "delta_net", "delta_net"),
+    "delta_net": DeltaNet(
+        num_key_heads=2, num_value_heads=4, key_head_dim=8, value_head_dim=12, kernel=4
+    ),
+}
+CONFIG = tiny_config(**HYBRID)
+DORA = Lora(kind="dora", rank=4, target_modules=["all-linear"])
+DPO = Preference(kind="dpo", beta=0.5)
+
+
+@pytest.fixture(scope="module")
+def base(prepared, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    write_model(model_state(fresh_decoder(CONFIG, seed=3)), CONFIG, folder)
+    load_tokenizer(prepared).save(folder)
+    return folder
+
+
+def plan_of(data: Path, *, config=CONFIG, steps: int = 4, source: Path | None = None, **fields):
+    train = {"steps": steps, "tokens_per_step": 128, "micro_batch_size": 1, "accumulation": 4}
+    return tiny_plan(
+        data,
+        config=config,
+        train=train | fields.pop("train", {}),
+        checkpoint={"every_steps": 2},
+        eval={"every_steps": 2},
+        sample={"prompts": ("def",), "max_new_tokens": 8} if config.head == "tokens" else {},
+        model={"source": source},
+    ).model_copy(update=fields)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "settings"),
+    [
+        ({"shard": 2}, {}),
+        ({"pipeline": 2}, {"activation_checkpointing": "full"}),
+        pytest.param({"pipeline": 2, "shard": 2}, {}, marks=pytest.mark.soak),
+    ],
+)
+def test_ranks_and_stages_train_as_one_rank(prepared, tmp_path, mesh, settings) -> None:
+    plan = plan_of(prepared, train=settings)
+    several = on_ranks(plan, **mesh)
+    one = train_here(plan.model_dump_json(), str(tmp_path / "one"), None, None)
+    arguments = (several.model_dump_json(), str(tmp_path / "many"), None, None)
+    many = ranks(several.train.ranks).call(train_here, *arguments)[0]
+    assert losses(many).keys() == {1, 2, 3, 4}
+    assert losses(many) == pytest.approx(losses(one), rel=0, abs=1e-5)
+    scores = [[event["loss"] for event in fields(run, "EvalDone")] for run in (one, many)]
+    assert scores[0] and scores[1] == pytest.approx(scores[0], rel=0, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "full",
+        "DoRA",
+        pytest.param("nf4", marks=pytest.mark.soak),
+        pytest.param("bfloat16-pure", marks=pytest.mark.soak),
+    ],
+)
+def test_a_resumed_run_is_bitwise_the_undisturbed_one(prepared, base, tmp_path, case) -> None:
+    fields = {
+        "full": {},
+        "bfloat16-pure": {"train": {"precision": "bfloat16-pure"}},
+        "DoRA": {"adapter": DORA, "source": base},
+        "nf4": {"adapter": DORA, "source": base, "quantize": Quantize(kind="nf4")},
+    }[case]
+    plan = plan_of(prepared, **fields)
+    whole = train(plan, tmp_path / "whole")
+    folder = tmp_path / "stopped"
+    train(plan, folder, stop_after=2)
+    train(plan, folder, resume_from=folder / "checkpoints" / "step-00000002")
+    assert losses(whole)[4] < losses(whole)[1]
+    last = Path("checkpoints") / "step-00000004"
+    states = [sorted((run / last).rglob("*.safetensors")) for run in (tmp_path / "whole", folder)]
+    assert states[0] and len(states[0]) == len(states[1])
+    for file, other in zip(*states, strict=True):
+        assert_same_tensors(load_file(file), load_file(other))
+
+
+@pytest.mark.parametrize(
+    ("data", "fields"),
+    [
+        ("pairs", {"objective": DPO, "adapter": DORA}),
+        pytest.param("pairs", {"objective": DPO}, marks=pytest.mark.soak),
+        ("pairs", {"objective": Reward(kind="reward")}),
+    ],
+)
+def test_preferences_are_learned(prepared, base, tmp_path, data, fields) -> None:
+    answers = write_answers(tmp_path / "prepared", prepared, data)
+    config = CONFIG if fields["objective"] is DPO else tiny_config(**HYBRID, head="values")
+    source = base if "adapter" in fields else None
+    run = train(plan_of(answers, config=config, steps=8, source=source, **fields), tmp_path / "run")
+    assert losses(run)[8] < losses(run)[1]
