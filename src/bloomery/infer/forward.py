@@ -1,12 +1,12 @@
 """Forward of a micro-batch in the run's precision, with document masking; evaluation mode."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from bloomery.core.device import accelerator_type, can
 from bloomery.data.batch import Batch, Places
@@ -144,6 +144,9 @@ def eval_mode(model: Decoder) -> Iterator[None]:
     finally:
         model.train(was_training)
         # FSDP2 frees the embeddings, the head and the last layer in backward, which did not happen.
-        for module in (model, *model.model.layers):
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        # Its package takes a second to import; where nobody has imported it, nothing is sharded.
+        fsdp = sys.modules.get("torch.distributed.fsdp")
+        if fsdp is not None:
+            for module in (model, *model.model.layers):
+                if isinstance(module, fsdp.FSDPModule):
+                    module.reshard()
