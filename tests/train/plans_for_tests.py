@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from bloomery.core.units import Duration
-from bloomery.facts.config import ModelConfig
+from bloomery.facts.config import LayerSizes, ModelConfig, RopeScaling
 from bloomery.plan.types import (
     CheckpointPlan,
     DataPlan,
@@ -49,6 +49,35 @@ def tiny_config(**changes) -> ModelConfig:
         "family": "qwen3",
     }
     return ModelConfig(**(facts | changes))
+
+
+def sharing_config() -> ModelConfig:
+    """Gemma 4's small models: layers with the keys of another, and inputs of each layer."""
+    narrow, wide = (
+        LayerSizes(num_heads=4, num_kv_heads=2, head_dim=width, intermediate_size=48)
+        for width in (8, 16)
+    )
+    return tiny_config(
+        family="gemma4_text",
+        vocab_size=512,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        activation="gelu_tanh",
+        norm_placement="both",
+        value_norm=True,
+        scale_embeddings=True,
+        layer_scalar=True,
+        attention_scale=1.0,
+        local_rope_theta=1e4,
+        rope_theta=1e6,
+        rope_scaling=RopeScaling(kind="proportional", factor=1.0, turning_share=0.25),
+        sliding_window=(8, None, 8, None),
+        layer_sizes=(narrow, wide, narrow, wide),
+        num_kv_shared_layers=2,
+        per_layer_input_size=8,
+    )
 
 
 def tiny_plan(prepared: Path = Path(), *, config: ModelConfig | None = None, **sections) -> RunPlan:

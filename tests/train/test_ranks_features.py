@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plans_for_tests import tiny_config, tiny_plan
+from plans_for_tests import sharing_config, tiny_config, tiny_plan
 from safetensors.torch import load_file, save_file
 from structured_runs import write_answers
 
@@ -53,6 +53,7 @@ HALF = 1e-3
 # or bfloat16, and Muon's iteration in bfloat16, turn a last bit of a gradient into a last bit of half precision.
 CASES: dict[str, list[tuple[str, dict[str, Any], float]]] = {
     "objective pretrain": [("text", {}, 1e-5)],
+    "keys of another layer, inputs of each layer": [("text", {"config": sharing_config()}, 1e-5)],
     "objective sft": [("chat", {"objective": Sft(kind="sft")}, 1e-5)],
     "objective dpo, ipo, simpo, orpo": [
         ("pairs", {"objective": Preference(kind="dpo", beta=0.5)}, 1e-5),
@@ -423,7 +424,7 @@ def test_every_cell_is_refused_or_has_a_case() -> None:
     assert all(bool(one.reason("shard")) >= bool(one.reason("replicate")) for one in FEATURES)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("feature", "mesh", "steps", "data", "changes", "near"), CELLS)
 def test_ranks_train_as_one_does(
     folders, alone, tmp_path, feature, mesh, steps, data, changes, near

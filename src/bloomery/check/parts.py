@@ -9,7 +9,7 @@ B batch, T time, D width, H query heads, K key/value heads, E head width.
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from bloomery.model.adapters.lora import LoraLinear, adapters_disabled
 from bloomery.model.attention.attend import layout_of
 from bloomery.model.decoder import Backbone, Block, Decoder
 from bloomery.model.io.weights import QuantizedLinear, quantized_weights
+from bloomery.model.norms import RMSNorm
 from bloomery.model.rope import rotate
 
 Kind = Literal[
@@ -266,7 +267,8 @@ def _norms(model: Decoder) -> Iterator[tuple[str, int]]:
     for path, module in model.named_modules():
         is_norm = path.endswith("norm") and hasattr(module, "eps")
         if is_norm and (path.startswith("model.layers.0.") or path == "model.norm"):
-            yield path, len(module.weight)
+            width = module.width if isinstance(module, RMSNorm) else len(module.weight)
+            yield path, width
 
 
 def _module_numbers(
@@ -451,6 +453,11 @@ def _layer_numbers(pair: ModelPair, *, compiled: bool) -> Callable[[Side], Numbe
     dtype = _stream_dtype(pair)
     shape = (*pair.batch.tokens.shape, config.hidden_size)
     x = drawn("layer, input", shape, dtype)
+    inputs = {"the input": (x, dtype)}
+    if width := config.per_layer_input_size:
+        inputs_dtype = matmul_dtype(pair.tested.plan.train.precision)
+        drawn_input = drawn("layer, its input", (*shape[:-1], width), inputs_dtype)
+        inputs["the layer's input"] = (drawn_input, inputs_dtype)
 
     def numbers(side: Side) -> Numbers:
         model = side.model
@@ -461,12 +468,12 @@ def _layer_numbers(pair: ModelPair, *, compiled: bool) -> Callable[[Side], Numbe
         layout = layout_of(batch.documents if is_masked else None, backend=backend)
         assert isinstance(model.model, Backbone)
         rotary = model.model.rotary(batch.positions)[0]
-        run = block if compiled else block.forward
+        run: Callable[..., Any] = block if compiled else block.forward
         return _computed(
             side,
             "layer",
-            lambda x_BTD: run(x_BTD, rotary, layout),
-            {"the input": (x, dtype)},
+            lambda x_BTD, *own_input: run(x_BTD, rotary, layout, None, *own_input),
+            inputs,
             {"": block},
         )
 

@@ -105,9 +105,15 @@ def small_plan(plan: RunPlan) -> RunPlan:
 
 def small_config(config: ModelConfig, sequence_length: int) -> ModelConfig:
     """The first layer of each kind: with and without a window, rotated and not, of each of its sizes."""
-    kinds = [layer.kind for layer in layers(config)]
-    first_of_kinds = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
-    chosen_layers = sorted([*first_of_kinds, *range(config.num_layers)][:NUM_LAYERS])
+    # A layer that uses the keys of another computes nothing else than that one.
+    kinds = {
+        layer.number: replace(layer.kind, lends_keys=False)
+        for layer in layers(config)
+        if layer.keys_of is None
+    }
+    first_of_kinds = {kind: number for number, kind in reversed(kinds.items())}
+    ordered = dict.fromkeys([*reversed(first_of_kinds.values()), *kinds])
+    chosen_layers = sorted([*ordered][:NUM_LAYERS])
     largest_layer = max(layer.total_parameters for layer in layers(config))
     if NUM_LAYERS * largest_layer > LARGEST:
         chosen_layers = chosen_layers[:1]
@@ -130,6 +136,7 @@ def small_config(config: ModelConfig, sequence_length: int) -> ModelConfig:
         layer_sizes=tuple(config.layer_sizes[layer] for layer in chosen_layers)
         if config.layer_sizes
         else (),
+        num_kv_shared_layers=0,
         mixers=tuple(config.mixers[layer] for layer in chosen_layers) if config.mixers else (),
         head="tokens",
         embedding_dropout=0.0,
@@ -300,6 +307,8 @@ def disturb_weights(model: Decoder) -> None:
     for name, parameter in model.named_parameters():
         if name in EMBEDDINGS:
             parameter.mul_(embedding_scale)
+        elif name == "model.embed_tokens_per_layer.weight":
+            parameter.div_(config.initializer_range * config.per_layer_input_size**0.5)
         elif name.endswith("norm.weight"):
             gains = (parameter.float().cpu() + offset) * (
                 1 + GAIN_DEVIATION * noise(name, parameter)

@@ -311,6 +311,11 @@ def is_in_layer(name: str) -> bool:
     return ".layers." in name
 
 
+def is_never_trained(name: str) -> bool:
+    """Whether a parameter is a stored number that no training changes: a buffer in transformers."""
+    return name.endswith("layer_scalar")
+
+
 def is_layer_matrix(name: str, shape: Shape) -> bool:
     """Whether a parameter is a matrix inside a layer: no embedding, head, norm or bias."""
     return len(shape) == 2 and is_in_layer(name)
@@ -495,6 +500,11 @@ def active_parameter_count(config: ModelConfig) -> int:
     return parameter_count(config) - sum(layer.idle_parameters for layer in layers(config))
 
 
+def input_products(config: ModelConfig) -> int:
+    """Multiply-adds of a token in the matrix that makes the inputs of all layers of the embedded token; 0: none has."""
+    return config.num_layers * config.per_layer_input_size * config.hidden_size
+
+
 def flops_per_token(config: ModelConfig, sequence_length: int, *, backward: bool = True) -> float:
     """Floating-point operations (a multiply-add is two) for each of `sequence_length` tokens of a sequence.
 
@@ -504,7 +514,7 @@ def flops_per_token(config: ModelConfig, sequence_length: int, *, backward: bool
     """
     head_outputs = 1 if config.head == "values" else config.vocab_size
     products = head_outputs * config.hidden_size
-    products += config.num_layers * config.per_layer_input_size * config.hidden_size
+    products += input_products(config)
     mixers = 0.0
     for layer in layers(config):
         products += layer.active_products

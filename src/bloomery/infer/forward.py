@@ -1,15 +1,16 @@
 """Forward of a micro-batch in the run's precision, with document masking; evaluation mode."""
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from bloomery.core.device import accelerator_type, can
 from bloomery.data.batch import Batch, Places
+from bloomery.facts.counting import is_never_trained
 from bloomery.model.adapters.lora import is_added
 from bloomery.model.attention.attend import DocumentBorders, borders_of
 from bloomery.model.decoder import Decoder, Output
@@ -36,7 +37,9 @@ def prepare_weights(model: Decoder, precision: str) -> None:
             # A head that shares the matrix of the embeddings is a Linear, but holds an embedding.
             is_embedding = parameter is model.model.embed_tokens.weight
             is_matrix = isinstance(module, nn.Linear) and not is_embedding
-            if parameter.requires_grad:
+            if is_never_trained(name):
+                dtype = torch.float32  # one number, which a training in full may not round
+            elif parameter.requires_grad:
                 dtype = torch.bfloat16 if precision == "bfloat16-pure" else torch.float32
             elif precision == "float16" and not is_matrix:
                 dtype = torch.float32
@@ -144,9 +147,6 @@ def eval_mode(model: Decoder) -> Iterator[None]:
     finally:
         model.train(was_training)
         # FSDP2 frees the embeddings, the head and the last layer in backward, which did not happen.
-        # Its package takes a second to import; where nobody has imported it, nothing is sharded.
-        fsdp = sys.modules.get("torch.distributed.fsdp")
-        if fsdp is not None:
-            for module in (model, *model.model.layers):
-                if isinstance(module, fsdp.FSDPModule):
-                    module.reshard()
+        for module in (model, *model.model.layers):
+            if isinstance(module, FSDPModule):
+                module.reshard()

@@ -18,7 +18,7 @@ from bloomery.core.device import (
 from bloomery.core.errors import UserError
 from bloomery.core.units import format_bytes
 from bloomery.facts.config import ModelConfig
-from bloomery.facts.counting import layers
+from bloomery.facts.counting import is_never_trained, layers
 from bloomery.facts.limits import DEQUANTIZE_SCRATCH_BYTES, Dequantizer, storage_bytes
 from bloomery.hardware.dequantizers import dequantizer
 from bloomery.hardware.detect import memory_bytes
@@ -254,7 +254,7 @@ def _freeze(decoder: Decoder, *, is_full_model: bool) -> None:
     """Freeze as training did; of a full model the matrices of layers and head, so that they take the matmul dtype."""
     if not is_full_model:
         # Without LoRA matrices nothing is frozen yet: a PEFT method is added once the base is read.
-        if all(parameter.requires_grad for parameter in decoder.parameters()):
+        if all(p.requires_grad or is_never_trained(n) for n, p in decoder.named_parameters()):
             decoder.requires_grad_(False)
         return
     for name, module in decoder.named_modules():

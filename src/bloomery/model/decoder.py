@@ -167,7 +167,7 @@ class Block(nn.Module):
             y_BTD = self.drop(self.per_layer_projection(gate_BTP * input_BTP))
             x_BTD = self.added(x_BTD, self.post_per_layer_input_norm(y_BTD))
         if self.layer_scalar is not None:
-            x_BTD = x_BTD * self.layer_scalar
+            x_BTD = x_BTD * self.layer_scalar.to(x_BTD.dtype)
         return x_BTD if past is None else (x_BTD, past)
 
     def added(self, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
@@ -362,7 +362,7 @@ class Backbone(nn.Module):
         projected = self.per_layer_model_projection(x_BTD) * self.config.hidden_size**-0.5
         projected = self.per_layer_projection_norm(projected.unflatten(-1, (-1, width)))
         inputs_BTLP: Tensor = (projected + rows.unflatten(-1, (-1, width))) * 2.0**-0.5
-        return inputs_BTLP
+        return inputs_BTLP.to(working_dtype(inputs_BTLP))
 
     def rotary(self, positions: Tensor) -> list[Rotary | None]:
         """The table of every layer of the whole decoder; layers that rotate alike share theirs."""

@@ -102,6 +102,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.operator: RMSNormOperator = rms_norm
         self.weight = nn.Parameter(torch.empty(width)) if has_weight else None
+        self.width = width
         self.eps = eps
         self.unit_offset = unit_offset
 

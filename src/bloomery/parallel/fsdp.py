@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from bloomery.facts.counting import is_never_trained
 from bloomery.model.adapters.settings import shares_head
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import quantized_weights
@@ -41,7 +42,10 @@ def apply_fsdp(
     stream keeps its dtype. Gradients are summed in float32. Frozen weights are in the dtype of matmuls already, or
     quantized, and like adapters gathered as they are. `clock` counts the collectives.
     """
-    trains_all_weights = all(parameter.requires_grad for parameter in model.parameters())
+    trains_all_weights = all(
+        parameter.requires_grad or is_never_trained(name)
+        for name, parameter in model.named_parameters()
+    )
     matmul_dtype = None
     if trains_all_weights:
         matmul_dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(plan.precision)
@@ -62,6 +66,7 @@ def apply_fsdp(
             if isinstance(module, RMSNorm | LayerNorm)
             for weight in module.parameters()
         }
+        norm_weights |= {w for name, w in block.named_parameters() if is_never_trained(name)}
         fully_shard(
             block,
             mesh=device_mesh,
@@ -71,7 +76,13 @@ def apply_fsdp(
             reshard_after_forward=block is not last_block,
         )
 
-    # 2. Embeddings and the rest. A head that shares the matrix of the embeddings must be in one unit with them. A value
+    # 2. The embedding of all layers' inputs, which no head shares.
+    if model.config.per_layer_input_size:
+        table: Any = model.model.embed_tokens_per_layer
+        fully_shard(table, mesh=device_mesh, mp_policy=own_dtype_policy)
+        table.set_unshard_in_backward(False)
+
+    # 3. Embeddings and the rest. A head that shares the matrix of the embeddings must be in one unit with them. A value
     # head is one row, which every rank has in full.
     embedding: Any = model.model.embed_tokens
     if model.stage.has_embedding and not shares_head(model.config):
@@ -88,7 +99,7 @@ def apply_fsdp(
     # The output of a head is a view, and nothing writes into it.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
 
-    # 3. Sums instead of means: the loss is divided by the count of all ranks before backward. Pre-multiplied sums,
+    # 4. Sums instead of means: the loss is divided by the count of all ranks before backward. Pre-multiplied sums,
     # which FSDP2 would use for a factor, do not exist in gloo.
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for unit in units:

@@ -494,6 +494,8 @@ WHOLE_WEIGHT = "it reads whole weight matrices, and each device holds some rows 
 NOTHING_TO_OFFLOAD = "the memory of a CPU process is the host's, so that nothing moves"
 # of architectures that Bloomery's decoder lacks: Pythia, Falcon ...
 TRANSFORMERS_LAYERS = "layers of transformers"
+# as in Gemma 4's small models
+SHARED_BY_LAYERS = "keys of another layer, inputs of each layer"
 ALL_PARAMETERS = "PEFT ranks and replaces whole matrices, and each device holds some rows of them"
 SAMPLES_WITH_WHOLE_MODEL = (
     "each device samples completions with a whole model, which a stage does not have"
@@ -621,6 +623,14 @@ FEATURES: tuple[Feature, ...] = (
         "train.ema_decay",
         lambda r: r.train.ema_decay is not None,
         shard="each rank averages whole weights",
+    ),
+    Feature(
+        SHARED_BY_LAYERS,
+        lambda _: False,
+        pipeline="a stage would lack the keys of another, or the embedded tokens that its layers read",
+        in_model=lambda config: any(
+            layer.keys_of is not None or layer.per_layer_input_size > 0 for layer in layers(config)
+        ),
     ),
     Feature(
         TRANSFORMERS_LAYERS,

@@ -17,6 +17,7 @@ from torch.fx import Node
 from torch.utils.checkpoint import checkpoint
 
 from bloomery.model.attention.attend import DocumentLayout
+from bloomery.model.cache import VisiblePast
 from bloomery.model.decoder import Block
 from bloomery.model.rope import Rotary
 from bloomery.parallel.apply import selective_contexts
@@ -24,6 +25,10 @@ from bloomery.simulate.tracker import MemoryTracker
 
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
+
+
+# Each part of a rotation that is no tensor, with its name; None in place of a tensor.
+_Rotation = tuple[tuple[str, Any] | None, ...]
 
 
 def _itself(tensor: Tensor) -> Tensor:
@@ -54,33 +59,51 @@ class _Graphs:
         self._names = [
             name for name, _ in (*self._inside.named_parameters(), *self._inside.named_buffers())
         ]
-        self._traced: dict[bool, Callable[..., Tensor]] = {}  # by whether there is a rotation
+        self._traced: dict[_Rotation | None, Callable[..., Any]] = {}  # None: without a rotation
 
     def forward_of(self, block: Block) -> Callable[..., Tensor]:
         """What stands for the compiled block."""
 
         def forward(
-            x_BTD: Tensor, rotary: Rotary | None, layout: DocumentLayout, cache: None = None
-        ) -> Tensor:
+            x_BTD: Tensor,
+            rotary: Rotary | None,
+            layout: DocumentLayout,
+            cache: None = None,
+            input_BTP: Tensor | None = None,
+            lent: VisiblePast | None = None,
+        ) -> Any:
             assert cache is None, "training has no cache"
             layout_names = [
                 field.name for field in fields(layout) if getattr(layout, field.name) is not None
             ]
             layout_tensors = [getattr(layout, name) for name in layout_names]
-            tables = [] if rotary is None else [table for table in rotary if table is not None]
-            inputs = [*block.parameters(), *block.buffers()], tables, layout_tensors, x_BTD
+            # Of a rotation the tensors go into the graphs; what else it is, the graphs are traced with.
+            parts = {} if rotary is None else rotary._asdict()
+            tables = [part for part in parts.values() if isinstance(part, Tensor)]
+            settings = (
+                None
+                if rotary is None
+                else tuple(
+                    None if isinstance(part, Tensor) else (name, part)
+                    for name, part in parts.items()
+                )
+            )
+            # Of layers alike all have them, or none.
+            own = [] if input_BTP is None else [input_BTP]
+            shared = [] if lent is None else [lent.keys, lent.values]
+            weights = [*block.parameters(), *block.buffers()]
+            inputs = weights, tables, layout_tensors, x_BTD, own, shared
             # The first call traces, which makes tensors that a compiled block does not. What it saves for backward is
             # kept from the hooks of activation checkpointing, which would miss it in the recomputation.
-            rotates = rotary is not None
-            if rotates not in self._traced:
-                self._traced[rotates] = self._trace(layout_names, rotates=rotates)
+            if settings not in self._traced:
+                self._traced[settings] = self._trace(layout_names, settings)
                 with self._tracker.unseen(), saved_tensors_hooks(_itself, _itself):
-                    self._traced[rotates](*inputs)
-            return self._traced[rotates](*inputs)
+                    self._traced[settings](*inputs)
+            return self._traced[settings](*inputs)
 
         return forward
 
-    def _trace(self, layout_names: list[str], *, rotates: bool) -> Callable[..., Tensor]:
+    def _trace(self, layout_names: list[str], settings: _Rotation | None) -> Callable[..., Any]:
         """The block as a function of tensors whose forward and backward run as two graphs."""
         from functorch.compile import aot_function, min_cut_rematerialization_partition  # type: ignore[import-untyped]  # part of torch
         from torch._inductor.decomposition import select_decomp_table
@@ -91,11 +114,23 @@ class _Graphs:
             tables: list[Tensor],
             layout_tensors: list[Tensor],
             x_BTD: Tensor,
+            own: list[Tensor],
+            shared: list[Tensor],
         ) -> Any:
+            remaining = iter(tables)
+            rotary = None
+            if settings is not None:
+                parts: list[Any] = [
+                    next(remaining) if part is None else part[1] for part in settings
+                ]
+                rotary = Rotary(*parts)
             arguments = (
                 x_BTD,
-                Rotary(*tables) if rotates else None,
+                rotary,
                 DocumentLayout(**dict(zip(layout_names, layout_tensors, strict=True))),
+                None,
+                own[0] if own else None,
+                VisiblePast(shared[0], shared[1], None) if shared else None,
             )
             named_weights = dict(zip(self._names, weights, strict=True))
             return torch.func.functional_call(self._inside, named_weights, arguments)

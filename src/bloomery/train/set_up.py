@@ -13,7 +13,7 @@ from bloomery.core import __version__
 from bloomery.data.loader import Loader
 from bloomery.data.shards import SplitName, read_manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from bloomery.facts.counting import parameter_count
+from bloomery.facts.counting import is_never_trained, parameter_count
 from bloomery.facts.objectives import BatchOrigin
 from bloomery.hub import local_model
 from bloomery.infer.forward import eval_mode, matmul_dtype, precision_context
@@ -267,6 +267,7 @@ def open_health_check(state: TrainState, *, is_adapter: bool) -> HealthCheck:
         name: parameter
         for name, parameter in state.model.named_parameters()
         if (parameter.requires_grad or not is_adapter)
+        and not is_never_trained(name)
         and state.is_owned(name)
         and name != VALUE_HEAD  # it starts at 0: its first updates are large next to it
     }

@@ -15,7 +15,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.files import digest_of, digests_of_file, read_input
 from bloomery.core.text import closest
 from bloomery.facts.config import ModelConfig
-from bloomery.facts.counting import layers, parameter_shapes
+from bloomery.facts.counting import is_never_trained, layers, parameter_shapes
 from bloomery.hub import fetch_model, is_hub_id
 from bloomery.model.adapters import mlx_files
 from bloomery.model.adapters.mlx_files import is_of_mlx, peft_settings
@@ -146,8 +146,12 @@ def refuse_untrained_rows(config: ModelConfig, adapter: Lora, *, new: int) -> No
 
 
 def linear_modules(config: ModelConfig) -> list[str]:
-    """The linear maps inside the layers, by full name."""
-    return [f"{layer.name}.{matrix.name}" for layer in layers(config) for matrix in layer.matrices]
+    """The linear maps inside the layers, by full name; before them that which makes the inputs of all layers."""
+    inputs = ["model.per_layer_model_projection"] if config.per_layer_input_size else []
+    inside = [
+        f"{layer.name}.{matrix.name}" for layer in layers(config) for matrix in layer.matrices
+    ]
+    return inputs + inside
 
 
 def target_modules(config: ModelConfig, names: Iterable[str]) -> tuple[str, ...]:
@@ -197,7 +201,13 @@ def target_modules(config: ModelConfig, names: Iterable[str]) -> tuple[str, ...]
 def modules_to_save(config: ModelConfig, names: Iterable[str]) -> tuple[str, ...]:
     """The modules that `adapter.modules_to_save` means, in the model's order; "norms" are all of them."""
     where = "adapter.modules_to_save"
-    modules = list(dict.fromkeys(name.rpartition(".")[0] for name in parameter_shapes(config)))
+    modules = list(
+        dict.fromkeys(
+            name.rpartition(".")[0]
+            for name in parameter_shapes(config)
+            if not is_never_trained(name)
+        )
+    )
     saved_modules: set[str] = set()
     for name in names:
         matching_modules = [

@@ -4,15 +4,10 @@ FSDP2 shards parameters by rows over ranks (DTensors). A plain tensor has all ro
 """
 
 import hashlib
-import sys
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-    from typing_extensions import TypeIs
+from torch.distributed.tensor import DTensor
 
 
 def stream(seed: int, name: str) -> torch.Generator:
@@ -21,16 +16,14 @@ def stream(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-def is_split(tensor: Tensor) -> "TypeIs[DTensor]":
+def is_split(tensor: Tensor) -> bool:
     """Whether the tensor is sharded: this rank holds some of its rows."""
-    # Its module takes a second to import; where nobody has imported it, there are no shards.
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    return isinstance(tensor, DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's rows, sharing memory; a plain tensor itself."""
-    if not is_split(tensor):
+    if not isinstance(tensor, DTensor):
         return tensor
     rows: Tensor = tensor.to_local()
     return rows
@@ -38,7 +31,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def full(tensor: Tensor) -> Tensor:
     """The tensor with all rows: a collective over the ranks of its shards."""
-    if not is_split(tensor):
+    if not isinstance(tensor, DTensor):
         return tensor
     full_tensor: Tensor = tensor.full_tensor()
     return full_tensor
@@ -46,7 +39,7 @@ def full(tensor: Tensor) -> Tensor:
 
 def first_row(tensor: Tensor) -> int:
     """The index in the full tensor of this rank's first row. FSDP2 shards as `torch.chunk` does, the last axis."""
-    if not is_split(tensor):
+    if not isinstance(tensor, DTensor):
         return 0
     mesh = tensor.device_mesh
     rows = -(-tensor.shape[0] // mesh.size(mesh.ndim - 1))
@@ -67,7 +60,7 @@ def rows_of(num_rows: int, parameter: Tensor, *, block: int = 1) -> tuple[int, i
     The tensor has a row for each row of the parameter, or for each `block` of its numbers; no block belongs to two
     ranks.
     """
-    if not is_split(parameter):
+    if not isinstance(parameter, DTensor):
         return 0, num_rows
     start = first_row(parameter)
     local_rows = parameter.to_local()

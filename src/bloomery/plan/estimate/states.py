@@ -9,7 +9,14 @@ from functools import cached_property
 from typing import TypeVar
 
 from bloomery.facts.config import ModelConfig, Stage
-from bloomery.facts.counting import Layer, Shape, is_layer_matrix, layers, parameter_shapes
+from bloomery.facts.counting import (
+    Layer,
+    Shape,
+    is_layer_matrix,
+    is_never_trained,
+    layers,
+    parameter_shapes,
+)
 from bloomery.facts.limits import INT8_BLOCK, INT8_SMALLEST, SCALE_BYTES, storage_bytes
 from bloomery.facts.optimizers import OPTIMIZERS, Update
 from bloomery.model.adapters.settings import EMBEDDING
@@ -34,7 +41,7 @@ def weight_bytes_of(precision: str) -> int:
 
 def stays_float32(name: str) -> bool:
     """Whether a frozen parameter is float32 with float16 matmuls, as the residual stream is: train.state."""
-    return "norm" in name or ".embed_" in name
+    return "norm" in name or ".embed_" in name or is_never_trained(name)
 
 
 def count_values(shapes: Iterable[Shape]) -> int:
@@ -139,12 +146,11 @@ class TrainedModel:
     @cached_property
     def trained(self) -> dict[str, Shape]:
         """Trainable parameters of the model itself."""
+        shapes = {n: shape for n, shape in self.shapes.items() if not is_never_trained(n)}
         if not self.mode.frozen:
-            return self.shapes
+            return shapes
         modules = self.mode.modules_to_save
-        return {
-            name: shape for name, shape in self.shapes.items() if name.rpartition(".")[0] in modules
-        }
+        return {name: shape for name, shape in shapes.items() if name.rpartition(".")[0] in modules}
 
     @cached_property
     def frozen(self) -> dict[str, Shape]:
