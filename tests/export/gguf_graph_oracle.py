@@ -66,9 +66,9 @@ class Parity:
 # The graph
 
 # what its rotary positions turn together; others turn halves of a head
-NEIGHBORS = ("llama", "smollm3")
+NEIGHBORS = ("llama", "smollm3", "granite", "mistral3")
 GELU = ("gemma", "gemma2", "gemma3", "gpt2")
-PERIODS = {"gemma2": 2, "gemma3": 6}
+PERIODS = {"gemma2": 2, "gemma3": 6, "olmo2": 4}
 # The tensors of a layer, which llama.cpp counts: one more or less is an error there
 LAYERS = {
     "llama": "attn_norm attn_q attn_k attn_v attn_output ffn_norm ffn_gate ffn_up ffn_down",
@@ -83,8 +83,15 @@ LAYERS = {
     "gpt2": "attn_norm attn_qkv attn_output ffn_norm ffn_up ffn_down",
     "olmo2": "attn_q attn_k attn_v attn_output attn_q_norm attn_k_norm post_attention_norm ffn_gate ffn_up "
     "ffn_down post_ffw_norm",
+    "granite": "attn_norm attn_q attn_k attn_v attn_output ffn_norm ffn_gate ffn_up ffn_down",
+    "mistral3": "attn_norm attn_q attn_k attn_v attn_output ffn_norm ffn_gate ffn_up ffn_down",
+    "lfm2": "attn_norm attn_q attn_k attn_v attn_output attn_q_norm attn_k_norm ffn_norm ffn_gate ffn_up ffn_down",
     "smollm3": "attn_norm attn_q attn_k attn_v attn_output ffn_norm ffn_gate ffn_up ffn_down",
 }
+
+
+# those of a layer of LFM2 without attention
+CONVOLUTION = "attn_norm shortconv.in_proj shortconv.conv shortconv.out_proj ffn_norm ffn_gate ffn_up ffn_down"
 
 
 @final
@@ -101,7 +108,9 @@ class Graph:
         self.arch: str = self.facts["general.architecture"]
         self.layers, self.width = self._key("block_count"), self._key("embedding_length")
         self.heads = self._key("attention.head_count")
-        self.kv_heads = self._key("attention.head_count_kv", self.heads)
+        by_layer = self._key("attention.head_count_kv", self.heads)
+        self.kv_heads_by_layer = by_layer if isinstance(by_layer, list) else [by_layer] * self.layers
+        self.kv_heads = max(self.kv_heads_by_layer)
         self.head_dim = self._key("attention.key_length", self.width // self.heads)
         self._values: dict[str, Array] = {}
         self._kept = sum(math.prod(tensor.shape) for tensor in reader.tensors) * 4 < 2**30
@@ -114,6 +123,12 @@ class Graph:
         """Forget all tokens."""
         empty = np.zeros((self.kv_heads, 0, self.head_dim), dtype=np.float32)
         self.cache = [(empty, empty) for _ in range(self.layers)]
+        self.past = [np.zeros((0, self.width), dtype=np.float32) for _ in range(self.layers)]
+        self.length = 0
+
+    @property
+    def last_norm(self) -> str:
+        return "token_embd_norm" if self.arch == "lfm2" else "output_norm"
 
     def _key(self, name: str, default: Any = None) -> Any:
         value = self.facts.get(f"{self.arch}.{name}", default)
@@ -124,9 +139,9 @@ class Graph:
         inside = {
             f"blk.{layer}.{name}.weight"
             for layer in range(self.layers)
-            for name in LAYERS[self.arch].split()
+            for name in (LAYERS[self.arch] if self.kv_heads_by_layer[layer] else CONVOLUTION).split()
         }
-        outer = {"token_embd.weight", "output_norm.weight"} | (
+        outer = {"token_embd.weight", f"{self.last_norm}.weight"} | (
             {"position_embd.weight"} if self.arch == "gpt2" else set()
         )
         weights = {
@@ -185,6 +200,8 @@ class Graph:
             default = 10000.0 if self.arch == "gemma3" else base
             base = float(self._key("rope.freq_base_swa", default))
             stretch = 1.0 if self.arch == "gemma3" else stretch
+            kind = "none" if self.arch == "olmo2" else kind
+            stretch = 1.0 if self.arch == "olmo2" else stretch
         frequencies = base ** (-np.arange(0, width, 2, dtype=np.float64) / width)
         original = int(
             self._key("rope.scaling.original_context_length", self._key("context_length"))
@@ -194,6 +211,8 @@ class Graph:
             if (factors := self.value(name)) is not None:
                 frequencies = frequencies / factors
         scale = float(self._key("rope.scaling.attn_factor", 1.0))
+        if self.arch == "olmo2" and self._windowed(layer):
+            scale = 1.0
         if kind == "yarn":
             turns = (
                 self._key("rope.scaling.yarn_beta_fast", 32.0),
@@ -257,12 +276,16 @@ class Graph:
             cos, sin = self._angles(positions, layer)
             q = self._turn(q, cos, sin)
             k = self._turn(k, cos, sin)
+        if growth := self.facts.get(f"{self.arch}.attention.temperature_scale"):
+            original = self._key("rope.scaling.original_context_length")
+            q = q * (1 + growth * np.log(1 + positions // original))[:, None].astype(np.float32)
         k, v = (
             np.concatenate(pair, axis=1) for pair in zip(self.cache[layer], (k, v), strict=True)
         )
         self.cache[layer] = k, v
         large = (self.arch, self.layers) in (("gemma2", 46), ("gemma3", 62))
         scale = (self.width // self.heads if large else self.head_dim) ** -0.5
+        scale = float(self._key("attention.scale", scale))
         k, v = (np.repeat(each, self.heads // self.kv_heads, axis=0) for each in (k, v))
         scores = q @ k.swapaxes(1, 2) * np.float32(scale)
         if self.arch == "gemma2":
@@ -276,6 +299,20 @@ class Graph:
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         mixed = (weights / weights.sum(-1, keepdims=True)) @ v
         return self._linear(mixed.swapaxes(0, 1).reshape(count, -1), f"{block}.attn_output")
+
+    def _convolution(self, x: Array, layer: int) -> Array:
+        """The gate before it, the taps of each number, the gate after it; the last inputs stay for later tokens."""
+        block = f"blk.{layer}.shortconv"
+        before, after, inner = np.split(self._linear(x, f"{block}.in_proj"), 3, axis=-1)
+        taps = self.value(f"{block}.conv.weight")
+        assert taps is not None
+        kernel = int(self._key("shortconv.l_cache"))
+        assert taps.shape == (self.width, kernel)
+        seen = np.concatenate((self.past[layer], before * inner))
+        self.past[layer] = seen[-(kernel - 1) :]
+        padded = np.concatenate((np.zeros((kernel - 1, self.width), dtype=np.float32), seen))
+        mixed = sum(padded[tap : tap + len(seen)] * taps[:, tap] for tap in range(kernel))
+        return self._linear(after * mixed[-len(x) :], f"{block}.out_proj")
 
     def _mlp(self, x: Array, layer: int) -> Array:
         block = f"blk.{layer}"
@@ -291,22 +328,30 @@ class Graph:
 
     def forward(self, tokens: Sequence[int]) -> Array:
         """Logits [T, V] of the tokens, which follow those of earlier calls."""
-        start = self.cache[0][0].shape[1]
-        positions = np.arange(start, start + len(tokens))
+        positions = np.arange(self.length, self.length + len(tokens))
+        self.length += len(tokens)
         embedding = self.value("token_embd.weight")
         assert embedding is not None
         x = embedding[list(tokens)]
         if self.arch.startswith("gemma"):
             x = x * np.float32(math.sqrt(self.width))
+        x = x * np.float32(self._key("embedding_scale", 1.0))
         if (places := self.value("position_embd.weight")) is not None:
             x = x + places[positions]
+        added = np.float32(self._key("residual_scale", 1.0))
         for layer in range(self.layers):
-            mixed = self._attention(self._norm(x, f"blk.{layer}.attn_norm"), layer, positions)
-            x = x + self._norm(mixed, f"blk.{layer}.post_attention_norm")
+            normed = self._norm(x, f"blk.{layer}.attn_norm")
+            if self.kv_heads_by_layer[layer]:
+                mixed = self._attention(normed, layer, positions)
+            else:
+                mixed = self._convolution(normed, layer)
+            x = x + added * self._norm(mixed, f"blk.{layer}.post_attention_norm")
             mixed = self._mlp(self._norm(x, f"blk.{layer}.ffn_norm"), layer)
-            x = x + self._norm(mixed, f"blk.{layer}.post_ffw_norm")
+            x = x + added * self._norm(mixed, f"blk.{layer}.post_ffw_norm")
         head = self.value("output.weight")
-        logits: Array = self._norm(x, "output_norm") @ (embedding if head is None else head).T
+        logits: Array = self._norm(x, self.last_norm) @ (embedding if head is None else head).T
+        if self.arch == "granite":
+            logits = logits / np.float32(self._key("logit_scale"))
         if cap := self.facts.get(
             f"{self.arch}.final_logit_softcapping", 30.0 if self.arch == "gemma2" else 0.0
         ):
@@ -465,7 +510,7 @@ def fill_from_file(decoder: Decoder, tensors: Mapping[str, Any]) -> None:
         for part, rows in zip(
             piece.parts, whole.split([len(parameters[name]) for name in piece.parts]), strict=True
         ):
-            parameters[part].copy_(rows)
+            parameters[part].copy_(rows.reshape_as(parameters[part]))
 
 
 def compare(graph: Graph, decoder: Decoder, prompt: Sequence[int], *, greedy: bool) -> Parity:

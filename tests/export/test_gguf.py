@@ -38,7 +38,7 @@ from models_for_tests import make_model
 
 # Facts that llama.cpp's graph fixes, in cases that have others
 FITTING = {"gemma2": {"query_pre_attn_scalar": 20}, "gemma3": {"query_pre_attn_scalar": 20}}
-EXPORTED = ["gpt2", "llama3-gqa-tied", "gemma2", "qwen3"]
+EXPORTED = ["gpt2", "llama3-gqa-tied", "gemma2", "qwen3", "lfm2", "granite", "ministral3"]
 ALSO = [
     "gpt2-erf-wide",
     "llama2",
@@ -59,6 +59,8 @@ ALSO = [
     "phi4-partial",
     "phi3-longrope",
     "phi3-longrope-short",
+    "granite4",
+    "olmo3",
 ]
 REFUSED = [
     "gpt2-unscaled",
@@ -68,6 +70,8 @@ REFUSED = [
     "smollm3-window",
     "olmo2-bias",
     "gemma-mqa-untied",
+    "lfm2-bias",
+    "granite4-unrotated",
 ]
 
 

@@ -37,6 +37,7 @@ from bloomery.export.gguf_format import (
     computed_tensors,
     encoded,
     fallbacks,
+    first_with_heads,
     gguf_library,
     gguf_tensors,
     graph_differences,
@@ -49,6 +50,7 @@ from bloomery.export.layouts import Exported, draft_of, merged_state, open_merge
 from bloomery.export.verify import verify_gguf
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import layers, parameter_shapes, smallest_window
+from bloomery.facts.hf_config import config_to_hf
 from bloomery.infer.load import Use
 from bloomery.infer.model_folder import ModelFiles
 from bloomery.model.adapters.base_changes import changes_of_base
@@ -68,10 +70,12 @@ def _describe_model(writer: Any, config: ModelConfig, library: Any) -> None:
     writer.add_context_length(config.max_positions)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_layers)
-    first_layer = layers(config)[0]  # a graph of llama.cpp has layers of one size
+    first_layer = first_with_heads(config)
     writer.add_feed_forward_length(first_layer.intermediate_size)
     writer.add_head_count(first_layer.num_heads)
-    writer.add_head_count_kv(first_layer.num_kv_heads)
+    heads_by_layer = [layer.num_kv_heads for layer in layers(config)]
+    is_hybrid = len(set(heads_by_layer)) > 1
+    writer.add_head_count_kv(heads_by_layer if is_hybrid else first_layer.num_kv_heads)
     writer.add_key_length(first_layer.head_dim)
     writer.add_value_length(first_layer.head_dim)
     writer.add_vocab_size(config.vocab_size)
@@ -83,10 +87,14 @@ def _describe_model(writer: Any, config: ModelConfig, library: Any) -> None:
         writer.add_attn_logit_softcapping(config.attention_softcap)
     if config.final_softcap is not None:
         writer.add_final_logit_softcapping(config.final_softcap)
-    if config.logit_scale != 1.0:
+    graph = supported_graph(config)
+    stated = config_to_hf(config)
+    for key, name in graph.keys.items():
+        add = writer.add_uint32 if isinstance(stated[key], int) else writer.add_float32
+        add(f"{writer.arch}.{name}", stated[key])
+    if config.logit_scale != 1.0 and "logits_scaling" not in graph.keys:
         writer.add_logit_scale(config.logit_scale)
     window = smallest_window(config)
-    graph = supported_graph(config)
     if graph.window_period and window is not None:
         writer.add_sliding_window(window)
     elif graph.states_no_window:

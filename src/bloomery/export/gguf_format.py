@@ -17,7 +17,13 @@ from bloomery.core.errors import UserError
 from bloomery.core.extras import install_extra
 from bloomery.export import K_TYPES
 from bloomery.facts.config import ModelConfig
-from bloomery.facts.counting import layers, parameter_shapes, smallest_window
+from bloomery.facts.counting import (
+    Layer,
+    attention_layers,
+    layers,
+    parameter_shapes,
+    smallest_window,
+)
 from bloomery.facts.families import FAMILIES, family_label
 from bloomery.facts.gguf_graphs import LAYER_TENSORS, OUTER_TENSORS, PLAIN_GRAPH, GgufGraph
 from bloomery.model.rope import frequencies
@@ -26,6 +32,8 @@ ALIGNMENT = 32
 BLOCK = 32  # numbers that share a scale in q8_0 and q4_0
 # that a K type stores together; llama-quantize takes q5_0, q5_1 or q8_0 for other rows
 K_BLOCK = 256
+# Matrices that llama.cpp reads in float32 alone.
+KEPT = ("position_embd.weight", ".shortconv.conv.weight")
 ELSEWHERE = "export it with --to hf, which transformers and vLLM run"
 Array = np.ndarray[Any, Any]
 
@@ -74,7 +82,9 @@ def unsupported(config: ModelConfig) -> str | None:
             return f"{graph} computes {fact} {graph_value!r}, and the model has {value!r}"
     if config.layer_sizes:
         return f"{graph} has layers of one size, and the model's differ"
-    first_layer = layers(config)[0]
+    first_layer = first_with_heads(config)
+    if config.short_convolution is not None and config.short_convolution.bias:
+        return f"{graph} has no biases in convolutions, and the model does"
     if architecture.full_width and first_layer.query_width != config.hidden_size:
         return (
             f"{graph} needs heads of {config.hidden_size} numbers together, and the model has "
@@ -83,6 +93,10 @@ def unsupported(config: ModelConfig) -> str | None:
     scaling = config.rope_scaling
     if scaling is not None and scaling.kind == "yarn" and not scaling.truncate:
         return f"{graph} rounds YaRN's limits (truncate), and the model does not"
+    if (growth := config.query_scale) is not None and (
+        scaling is None or scaling.kind != "yarn" or scaling.original_max_positions != growth.every
+    ):
+        return f"{graph} lets queries grow by YaRN's original context, and the model has none of it"
 
     if architecture.plain_window_rotation and config.local_rope_theta not in (
         None,
@@ -124,6 +138,11 @@ def unsupported(config: ModelConfig) -> str | None:
         if rotary_layers != graph_rotary_layers:
             return f"{graph} rotates in all layers but each {period}th, and the model in others"
     return None
+
+
+def first_with_heads(config: ModelConfig) -> Layer:
+    """The layer whose heads stand for those of all others: a graph of llama.cpp has one size of them."""
+    return next(iter(attention_layers(config)), layers(config)[0])
 
 
 def graph_differences(config: ModelConfig, description: Mapping[str, Any]) -> tuple[str, ...]:
@@ -189,6 +208,8 @@ class GgufTensor:
 
         The two numbers that are rotated together stand half a head apart in the decoder, side by side in the file.
         """
+        if rows.ndim == 3:  # a convolution of each number by itself: the file leaves out the 1
+            rows = rows.squeeze(1)
         if self.heads:
             half = rows.shape[0] // self.heads // 2
             order = (self.heads, half, 2) if undo else (self.heads, 2, half)
@@ -209,7 +230,7 @@ def gguf_tensors(config: ModelConfig) -> tuple[GgufTensor, ...]:
         module, _, kind = name.rpartition(".")
         if module in OUTER_TENSORS:
             prefix = ""
-            target = OUTER_TENSORS[module]
+            target = graph.renamed.get(module, OUTER_TENSORS[module])
             modules: tuple[str, ...] = (module,)
         else:
             # A module of a layer, alone or fused with others.
@@ -239,7 +260,8 @@ def gguf_tensors(config: ModelConfig) -> tuple[GgufTensor, ...]:
             else 0.0
         )
         tensor = f"{prefix}{target}.{kind}"
-        piece = GgufTensor(tensor, parts, (num_rows, *shape[1:]), heads, shift)
+        inner_shape = shape[2:] if len(shape) == 3 else shape[1:]
+        piece = GgufTensor(tensor, parts, (num_rows, *inner_shape), heads, shift)
         pieces.setdefault(tensor, piece)
     if graph.has_own_head and config.tie_embeddings:
         embedding = "model.embed_tokens.weight"
@@ -264,8 +286,10 @@ def computed_tensors(config: ModelConfig) -> dict[str, Array]:
 
 
 def type_of(name: str, shape: tuple[int, ...], kind: str) -> str:
-    """The type of one tensor: vectors and positions stay float32; rows that are no multiple of a block are f16."""
-    if len(shape) == 1 or name == "position_embd.weight":
+    """The type of one tensor: vectors, positions and convolutions stay float32; rows that are no multiple of a block
+    are f16.
+    """
+    if len(shape) == 1 or name.endswith(KEPT):
         return "f32"
     if kind in ("q8_0", "q4_0"):
         if shape[-1] % BLOCK:
@@ -282,7 +306,7 @@ def fallbacks(config: ModelConfig, kind: str) -> Iterator[str]:
     widths = [
         piece.shape[-1]
         for piece in gguf_tensors(config)
-        if len(piece.shape) > 1 and piece.name != "position_embd.weight"
+        if len(piece.shape) > 1 and not piece.name.endswith(KEPT)
     ]
     count = sum(width % block != 0 for width in widths)
     if count:

@@ -40,6 +40,7 @@ from bloomery.export.layouts import DTYPES, Exported, draft_of, finished_export
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import Rotation, parameter_shapes
 from bloomery.facts.families import FAMILIES
+from bloomery.facts.gguf_graphs import GgufGraph
 from bloomery.facts.hf_config import config_from_hf
 from bloomery.model.io.weights import write_json, write_model_piecewise
 from bloomery.model.rope import frequencies
@@ -263,19 +264,27 @@ def dequantized_tensor(block: Any) -> Tensor:
 # The config
 
 
+def _has_windows(graph: GgufGraph | None) -> bool:
+    return graph is not None and graph.window_period > 0
+
+
 def config_of(metadata: Json, tensors: Mapping[str, StoredGgufTensor], path: Path) -> ModelConfig:
     """Raises UserError for an architecture or a value that is not known."""
     architecture = metadata.get("general.architecture")
-    # Of several families with one graph the first stands for them: the file does not say more.
-    families = {
-        family.gguf.name: name
-        for name, family in reversed(FAMILIES.items())
-        if family.gguf is not None
-    }
-    if not isinstance(architecture, str) or architecture not in families:
+    # Of several families with one graph the first stands for them, of those whose layers have a window if the file
+    # states one: it does not say more.
+    names_by_graph: dict[str, list[str]] = {}
+    for name, known in FAMILIES.items():
+        if known.gguf is not None:
+            names_by_graph.setdefault(known.gguf.name, []).append(name)
+    if not isinstance(architecture, str) or architecture not in names_by_graph:
         problem = f"{str(architecture)[:40]!r} is not a supported GGUF architecture"
-        raise UserError(problem, where=str(path), fix=f"supported: {', '.join(sorted(families))}")
-    family_name = families[architecture]
+        fix = f"supported: {', '.join(sorted(names_by_graph))}"
+        raise UserError(problem, where=str(path), fix=fix)
+    names = names_by_graph[architecture]
+    windowed = [name for name in names if _has_windows(FAMILIES[name].gguf)]
+    has_window = f"{architecture}.attention.sliding_window" in metadata
+    family_name = windowed[0] if has_window and windowed else names[0]
     family = FAMILIES[family_name]
     graph = family.gguf
     assert graph is not None
@@ -297,6 +306,11 @@ def config_of(metadata: Json, tensors: Mapping[str, StoredGgufTensor], path: Pat
     are_sizes = type(num_heads) is int and type(hidden_size) is int and num_heads > 0
     width_per_head = hidden_size // num_heads if are_sizes else None
     head_dim = fact("attention.key_length", width_per_head)
+    kv_heads = fact("attention.head_count_kv", num_heads)
+    heads_by_layer: list[Any] | None = None
+    if "mixers" in graph.free and isinstance(kv_heads, list):  # of other layers than attention 0
+        heads_by_layer = kv_heads
+        kv_heads = next((count for count in heads_by_layer if count), None)
     norm_eps = fact("attention.layer_norm_rms_epsilon", fact("attention.layer_norm_epsilon"))
     if isinstance(norm_eps, float):
         norm_eps = float(f"{norm_eps:.6g}")  # 1e-05 as float32 is 9.9999997e-06
@@ -307,7 +321,7 @@ def config_of(metadata: Json, tensors: Mapping[str, StoredGgufTensor], path: Pat
         "intermediate_size": fact("feed_forward_length"),
         "num_heads": num_heads,
         "head_dim": head_dim,
-        "num_kv_heads": fact("attention.head_count_kv", num_heads),
+        "num_kv_heads": kv_heads,
         "max_positions": fact("context_length"),
         "norm_eps": norm_eps,
     }
@@ -320,6 +334,10 @@ def config_of(metadata: Json, tensors: Mapping[str, StoredGgufTensor], path: Pat
     for name, hf_name in family.flags.items():
         # The first fact that a key stands for decides.
         raw_config.setdefault(hf_name, f"blk.0.{_BIASED_TENSORS[name]}.bias" in tensors)
+    if heads_by_layer is not None:
+        raw_config["layer_types"] = [
+            "full_attention" if count else "conv" for count in heads_by_layer
+        ]
     raw_config["tie_word_embeddings"] = "output.weight" not in tensors
     for role, name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         raw_config[f"{role}_token_id"] = metadata.get(f"tokenizer.ggml.{name}_token_id")
@@ -330,8 +348,10 @@ def config_of(metadata: Json, tensors: Mapping[str, StoredGgufTensor], path: Pat
         raw_config["attn_logit_softcapping"] = fact("attn_logit_softcapping", attention_softcap)
     if "final_softcap" in graph.free:
         raw_config["final_logit_softcapping"] = fact("final_logit_softcapping", final_softcap)
+    raw_config |= {key: fact(name) for key, name in graph.keys.items()}
     if "local_rope_theta" in graph.free:
-        raw_config["rope_local_base_freq"] = fact("rope.freq_base_swa", 10000.0)
+        theta = fact("rope.freq_base", 10000.0) if graph.plain_window_rotation else 10000.0
+        raw_config["rope_local_base_freq"] = fact("rope.freq_base_swa", theta)
     raw_config["sliding_window"] = None
     if graph.window_period:
         raw_config["sliding_window"] = fact("attention.sliding_window", graph.default_window)
@@ -345,6 +365,9 @@ def config_of(metadata: Json, tensors: Mapping[str, StoredGgufTensor], path: Pat
         ]
     if family.facts.get("positions") != "learned":
         raw_config |= _rope(fact, tensors, head_dim, path)
+    if "query_scale" in graph.free:
+        growth = {"llama_4_scaling_beta": fact("attention.temperature_scale", 0.0)}
+        raw_config["rope_parameters"] |= growth
     return config_from_hf(raw_config, where=str(path))
 
 
@@ -638,7 +661,8 @@ def import_gguf(path: Path, out: Path, *, dtype: str | None = None) -> Exported:
                 dequantized_tensor(tensors[piece.name]), undo=True
             )
         parts = last_values[piece.name].split([shapes[part][0] for part in piece.parts])
-        parameter: Tensor = parts[piece.parts.index(name)].to(DTYPES[target])
+        part = parts[piece.parts.index(name)].reshape(shapes[name])
+        parameter: Tensor = part.to(DTYPES[target])
         if not torch.isfinite(parameter).all():
             problem = f"{piece.name} has numbers beyond the range of {target}"
             raise UserError(problem, where=str(path), fix="add --type float32")

@@ -12,7 +12,9 @@ class GgufGraph:
 
     `fixed`: facts of a ModelConfig whose value the graph cannot change, where it is not PLAIN_GRAPH's; `free`: facts
     that its metadata or tensors state. `interleaved`: it rotates neighboring numbers of a head, which changes the
-    order of the rows of q and k. `fused`: tensors that hold several parameters.
+    order of the rows of q and k. `fused`: tensors that hold several parameters. `renamed`: a module outside layers
+    whose tensor has another name than in most graphs. `keys`: keys of config.json that the metadata states as they are,
+    by what it calls them.
     """
 
     name: str
@@ -20,6 +22,8 @@ class GgufGraph:
     free: tuple[str, ...] = ("attention_bias",)
     interleaved: bool = False
     fused: Mapping[tuple[str, ...], str] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
     full_width: bool = False  # heads x head_dim must be hidden_size
     has_own_head: bool = False  # it reads output.weight also where embeddings are tied
     takes_exact_gelu: bool = False  # computed by tanh, which is named as a difference
@@ -50,6 +54,7 @@ PLAIN_GRAPH: Mapping[str, Any] = MappingProxyType(
         "local_rope_theta": None,
         "query_scale": None,
         "rotary_layers": (),
+        "mixers": (),
         "attention_scale": None,
         "attention_softcap": None,
         "final_softcap": None,
@@ -71,6 +76,9 @@ LAYER_TENSORS = MappingProxyType(
         "self_attn.k_proj": "attn_k",
         "self_attn.v_proj": "attn_v",
         "self_attn.o_proj": "attn_output",
+        "conv.in_proj": "shortconv.in_proj",
+        "conv.conv": "shortconv.conv",
+        "conv.out_proj": "shortconv.out_proj",
         "self_attn.q_norm": "attn_q_norm",
         "self_attn.k_norm": "attn_k_norm",
         "mlp.gate_proj": "ffn_gate",

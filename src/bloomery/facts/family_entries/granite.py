@@ -7,6 +7,7 @@ from typing import Any
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.config_fields import Fields, HfKeys, ModelFacts
 from bloomery.facts.family import BIASES, GATE_UP, LLAMA_KEYS, Family, StoredNames
+from bloomery.facts.gguf_graphs import GgufGraph
 
 _DEFAULTS = MappingProxyType(
     {
@@ -20,6 +21,25 @@ _DEFAULTS = MappingProxyType(
         "residual_multiplier": 1.0,
         "attention_multiplier": 1.0,
     }
+)
+_GRAPH = GgufGraph(
+    "granite",
+    free=(
+        "attention_bias",
+        "output_bias",
+        "mlp_bias",
+        "attention_scale",
+        "embedding_multiplier",
+        "residual_multiplier",
+        "logit_scale",
+    ),
+    interleaved=True,
+    keys={
+        "embedding_multiplier": "embedding_scale",
+        "residual_multiplier": "residual_scale",
+        "attention_multiplier": "attention.scale",
+        "logits_scaling": "logit_scale",
+    },
 )
 # What `layer_types` calls attention, in transformers and in the published files.
 _ATTENTION = ("full_attention", "attention")
@@ -105,6 +125,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             write=_write_granite,
             fresh=_fresh_granite,
             defaults=_DEFAULTS,
+            gguf=_GRAPH,
         ),
         "granitemoehybrid": Family(
             "GraniteMoeHybridForCausalLM",
@@ -123,6 +144,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 renamed={"mlp.down_proj": "shared_mlp.output_linear"},
                 fused={GATE_UP: "shared_mlp.input_linear"},
             ),
+            gguf=_GRAPH,
         ),
     }
 )

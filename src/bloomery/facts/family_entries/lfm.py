@@ -8,6 +8,7 @@ from bloomery.facts.config import Mixer, ModelConfig, ShortConvolution
 from bloomery.facts.config_fields import LARGEST, Fields, HfKeys, ModelFacts
 from bloomery.facts.family import LLAMA_KEYS, Family, StoredNames
 from bloomery.facts.family_rules import mixers_by_type
+from bloomery.facts.gguf_graphs import GgufGraph
 
 _NAMES = {
     "input_layernorm": "operator_norm",
@@ -112,6 +113,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                     "self_attn.q_norm": "self_attn.q_layernorm",
                     "self_attn.k_norm": "self_attn.k_layernorm",
                 }
+            ),
+            gguf=GgufGraph(
+                "lfm2",
+                {"qk_norm": "head"},
+                free=("mixers",),
+                renamed={"model.norm": "token_embd_norm"},
+                keys={"conv_L_cache": "shortconv.l_cache"},
             ),
         ),
     }

@@ -7,6 +7,7 @@ from bloomery.facts.config import ModelConfig, QueryScale
 from bloomery.facts.config_fields import Fields, HfKeys, ModelFacts, rope_keys
 from bloomery.facts.family import Family
 from bloomery.facts.family_rules import first_window, windows_everywhere
+from bloomery.facts.gguf_graphs import GgufGraph
 
 _BETA = "llama_4_scaling_beta"
 
@@ -61,6 +62,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                     _BETA: 0.1,
                 },
             },
+            gguf=GgufGraph("mistral3", free=("query_scale",), interleaved=True),
         ),
     }
 )

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from bloomery.facts.config_fields import Fields
 from bloomery.facts.family import BIASES, Family
 from bloomery.facts.family_rules import layer_types, windows_by_type
+from bloomery.facts.gguf_graphs import GgufGraph
 
 
 def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
@@ -31,6 +32,15 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "rope_local_base_freq": 5e5,
                 "sliding_window": 4096,
             },
+            gguf=GgufGraph(
+                "olmo2",
+                {"norm_placement": "after", "qk_norm": "full"},
+                free=("attention_bias", "local_rope_theta"),
+                full_width=True,
+                has_own_head=True,
+                window_period=4,
+                plain_window_rotation=True,
+            ),
         ),
     }
 )
