@@ -23,7 +23,12 @@ from bloomery.model.io.weights import load_decoder, read_model
 from bloomery.recipe.schema import Lora
 
 LLAMA = ["q_proj", "v_proj", "down_proj"]
-THEIRS = {"gpt2": ["c_attn", "mlp.c_proj"], "phi3": ["qkv_proj", "down_proj"]}
+THEIRS = {
+    "gpt2": ["c_attn", "mlp.c_proj"],
+    "phi3": ["qkv_proj", "down_proj"],
+    "lfm2": ["q_proj", "in_proj", "out_proj", "w2"],
+    "granite4": ["q_proj", "input_linear", "output_linear"],
+}
 KINDS = {
     "lora": {},
     "rslora": {"use_rslora": True},
@@ -63,6 +68,8 @@ def trained_by_peft(case, folder, **settings):
         ("phi3", "rslora"),
         ("qwen2", "dora"),
         ("gemma2", "lora"),
+        ("lfm2", "dora"),
+        ("granite4", "lora"),
     ],
 )
 def test_an_adapter_of_peft_computes_the_same_here(case, kind, tmp_path):
@@ -96,6 +103,9 @@ def test_an_adapter_of_peft_computes_the_same_here(case, kind, tmp_path):
         ("gpt2", {"target_modules": ["q_proj", "v_proj", "c_proj"], "modules_to_save": ["norms"]}),
         ("gpt2", {"kind": "dora", "target_modules": ["c_attn", "mlp.up_proj"]}),
         ("phi3", {"target_modules": ["v_proj", "up_proj", "down_proj"], "init": "pissa"}),
+        ("lfm2", {"target_modules": ["all-linear"]}),
+        ("lfm2", {"kind": "dora", "target_modules": ["out_proj", "w1"]}),
+        ("granite4", {"target_modules": ["all-linear"]}),
     ],
 )
 def test_an_adapter_of_ours_computes_the_same_in_peft(case, settings, tmp_path):

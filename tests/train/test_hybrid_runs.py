@@ -1,4 +1,4 @@
-"""Runs of a model with gated delta nets: on ranks and stages as on one rank, resumed, with adapters and objectives."""
+"""Runs of models with delta nets or short convolutions: on ranks and stages as on one, resumed, adapted, with pairs."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from structured_runs import write_answers
 
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
-from bloomery.facts.config import DeltaNet
+from bloomery.facts.config import DeltaNet, ShortConvolution
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.recipe.objectives import Preference, Reward
 from bloomery.recipe.schema import Lora, Quantize
@@ -27,17 +27,32 @@ HYBRID = {
         num_key_heads=2, num_value_heads=4, key_head_dim=8, value_head_dim=12, kernel=4
     ),
 }
+CONVOLUTIONS = {
+    "family": "lfm2",
+    "vocab_size": 512,
+    "num_layers": 4,
+    "mixers": ("short_convolution", "attention", "short_convolution", "short_convolution"),
+    "short_convolution": ShortConvolution(kernel=3),
+    "tie_embeddings": True,
+}
 CONFIG = tiny_config(**HYBRID)
+CONVOLVING = tiny_config(**CONVOLUTIONS)
 DORA = Lora(kind="dora", rank=4, target_modules=["all-linear"])
 DPO = Preference(kind="dpo", beta=0.5)
 
 
 @pytest.fixture(scope="module")
-def base(prepared, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("base")
-    write_model(model_state(fresh_decoder(CONFIG, seed=3)), CONFIG, folder)
-    load_tokenizer(prepared).save(folder)
-    return folder
+def bases(prepared, tmp_path_factory) -> dict[str, Path]:
+    folders = {}
+    for config in (CONFIG, CONVOLVING):
+        folder = folders[config.family] = tmp_path_factory.mktemp(config.family)
+        write_model(model_state(fresh_decoder(config, seed=3)), config, folder)
+        load_tokenizer(prepared).save(folder)
+    return folders
+
+
+def family_of(config) -> str:
+    return config.family
 
 
 def plan_of(data: Path, *, config=CONFIG, steps: int = 4, source: Path | None = None, **fields):
@@ -54,6 +69,9 @@ def plan_of(data: Path, *, config=CONFIG, steps: int = 4, source: Path | None = 
 
 
 @pytest.mark.parametrize(
+    "config", [CONFIG, pytest.param(CONVOLVING, marks=pytest.mark.soak)], ids=family_of
+)
+@pytest.mark.parametrize(
     ("mesh", "settings"),
     [
         ({"shard": 2}, {}),
@@ -61,8 +79,8 @@ def plan_of(data: Path, *, config=CONFIG, steps: int = 4, source: Path | None = 
         pytest.param({"pipeline": 2, "shard": 2}, {}, marks=pytest.mark.soak),
     ],
 )
-def test_ranks_and_stages_train_as_one_rank(prepared, tmp_path, mesh, settings) -> None:
-    plan = plan_of(prepared, train=settings)
+def test_ranks_and_stages_train_as_one_rank(prepared, tmp_path, mesh, settings, config) -> None:
+    plan = plan_of(prepared, config=config, train=settings)
     several = on_ranks(plan, **mesh)
     one = train_here(plan.model_dump_json(), str(tmp_path / "one"), None, None)
     arguments = (several.model_dump_json(), str(tmp_path / "many"), None, None)
@@ -82,14 +100,20 @@ def test_ranks_and_stages_train_as_one_rank(prepared, tmp_path, mesh, settings) 
         pytest.param("bfloat16-pure", marks=pytest.mark.soak),
     ],
 )
-def test_a_resumed_run_is_bitwise_the_undisturbed_one(prepared, base, tmp_path, case) -> None:
+@pytest.mark.parametrize(
+    "config", [CONFIG, pytest.param(CONVOLVING, marks=pytest.mark.soak)], ids=family_of
+)
+def test_a_resumed_run_is_bitwise_the_undisturbed_one(
+    prepared, bases, tmp_path, case, config
+) -> None:
+    base = bases[config.family]
     fields = {
         "full": {},
         "bfloat16-pure": {"train": {"precision": "bfloat16-pure"}},
         "DoRA": {"adapter": DORA, "source": base},
         "nf4": {"adapter": DORA, "source": base, "quantize": Quantize(kind="nf4")},
     }[case]
-    plan = plan_of(prepared, **fields)
+    plan = plan_of(prepared, config=config, **fields)
     whole = train(plan, tmp_path / "whole")
     folder = tmp_path / "stopped"
     train(plan, folder, stop_after=2)
@@ -106,13 +130,19 @@ def test_a_resumed_run_is_bitwise_the_undisturbed_one(prepared, base, tmp_path, 
     ("data", "fields"),
     [
         ("pairs", {"objective": DPO, "adapter": DORA}),
+        pytest.param(
+            "pairs",
+            {"objective": DPO, "adapter": DORA, "config": CONVOLVING},
+            marks=pytest.mark.soak,
+        ),
         pytest.param("pairs", {"objective": DPO}, marks=pytest.mark.soak),
         ("pairs", {"objective": Reward(kind="reward")}),
     ],
 )
-def test_preferences_are_learned(prepared, base, tmp_path, data, fields) -> None:
+def test_preferences_are_learned(prepared, bases, tmp_path, data, fields) -> None:
     answers = write_answers(tmp_path / "prepared", prepared, data)
     config = CONFIG if fields["objective"] is DPO else tiny_config(**HYBRID, head="values")
-    source = base if "adapter" in fields else None
-    run = train(plan_of(answers, config=config, steps=8, source=source, **fields), tmp_path / "run")
+    fields = {"config": config, **fields}
+    source = bases[fields["config"].family] if "adapter" in fields else None
+    run = train(plan_of(answers, steps=8, source=source, **fields), tmp_path / "run")
     assert losses(run)[8] < losses(run)[1]
