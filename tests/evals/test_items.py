@@ -179,6 +179,31 @@ def test_exact_match_counts_what_the_model_writes(loaded, tmp_path):
     assert [one["completion"] for one in found.outputs] == wrote
 
 
+THINKS = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}PROMPT{% endif %}{# </think> #}"
+)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "written"),
+    [
+        ("assistant: <think>\n", ["so\n</think>\n\n42", "42", "x</think>7"]),
+        ("assistant: ", ["<think>so</think> 42", "<think>42", "7"]),
+    ],
+)
+def test_thoughts_are_no_part_of_an_answer(loaded, tmp_path, monkeypatch, prompt, written):
+    decoder, tokenizer = loaded
+    (template := tmp_path / "thinks.jinja").write_text(THINKS.replace("PROMPT", prompt))
+    task = read_task(task_file(tmp_path, [{"question": "q", "answer": "42"}] * 3))
+    monkeypatch.setattr("bloomery.evals.items.complete_prompts", lambda *_: written)
+    settings = TaskSettings(chat=True, template=str(template), max_new_tokens=4)
+    found = ask(decoder, tokenizer, task, settings)
+    assert list(found.scores[0].values) == [1.0, 0.0, 0.0]
+    assert [output["answer"] for output in found.outputs] == ["42", None, "7"]
+    assert any("1 of 3 completions end inside a thought" in note for note in found.notes)
+
+
 @pytest.mark.parametrize(
     ("rows", "problem"),
     [

@@ -13,16 +13,16 @@ from server_for_tests import LIMITS, Running, running
 from test_serve import client_of, post
 from test_tools import HERMES, WEATHER, check_weather
 
-from bloomery.data.tokenizer.tokenizer import load_tokenizer
-from bloomery.infer.grammar import JsonGrammars
-from bloomery.serve.thoughts import (
+from bloomery.data.chat.thoughts import (
     FORMATS,
-    AnswerForm,
     ThoughtFormat,
     has_thought,
     is_thinking,
     thought_format,
 )
+from bloomery.data.tokenizer.tokenizer import load_tokenizer
+from bloomery.infer.grammar import JsonGrammars
+from bloomery.serve.thoughts import AnswerForm
 from bloomery.serve.tools import AnswerRules, answer_grammar
 from models_for_tests import make_chat_model
 

@@ -14,10 +14,16 @@ from bloomery.core.progress import progress
 from bloomery.core.text import closest
 from bloomery.core.units import counted
 from bloomery.data.chat.render import chat_format
+from bloomery.data.chat.thoughts import (
+    ThoughtFormat,
+    is_thinking,
+    thought_format,
+    without_thought,
+)
 from bloomery.data.examples import BadRow, Message, Role
 from bloomery.data.sources.files import DATA, TABLES, suffix_of
 from bloomery.data.sources.readers import read_values
-from bloomery.data.tokenizer.templates import own_templates
+from bloomery.data.tokenizer.templates import find_template, own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer, refuse_unknown_ids
 from bloomery.evals.statistics import CorpusScores, Scores, shares
 from bloomery.infer.forward import eval_mode
@@ -175,7 +181,11 @@ class Asker:
         encode: Callable[[Sequence[Message]], list[int]] | None,
         stops: tuple[str, ...],
         stop_ids: tuple[int, ...],
+        thoughts: ThoughtFormat | None = None,
     ) -> None:
+        """`thoughts`: how the chat template marks them."""
+        self.thoughts = thoughts
+        self.is_thinking = False
         self.tokenizer = tokenizer
         self.settings = settings
         self.shots = shots
@@ -253,15 +263,22 @@ def asking(
     if settings.template is None and not own_templates(tokenizer.config):
         fix = "remove --chat, or add --template chatml"
         raise UserError("this model has no chat template", where="--chat", fix=fix, code=2)
+    thoughts = thought_format(find_template(settings.template, tokenizer.config).text)
     with chat_format(tokenizer, settings.template) as form:
-        yield Asker(
+        asker = Asker(
             tokenizer,
             settings,
             shots,
             form.encode,
             (*settings.stop, *form.stop_strings),
             form.stop_ids,
+            thoughts,
         )
+        if thoughts is not None:
+            # Does the template begin the thought of every answer?
+            prompt = form.encode([Message("user", "a")])
+            asker.is_thinking = is_thinking(tokenizer.decode(prompt), thoughts)
+        yield asker
 
 
 def ask(decoder: Decoder, tokenizer: Tokenizer, task: Task, settings: TaskSettings) -> TaskScores:
@@ -331,8 +348,11 @@ def _match(decoder: Decoder, asker: Asker, items: Sequence[Item]) -> TaskScores:
         decoder, asker.tokenizer, [TextRequest(ids, sampling, asker.stops) for ids in prompts]
     )
     outputs = []
+    num_unfinished = 0
     for item, completion in zip(items, completions, strict=True):
-        answer = extracted(completion, settings.extract)
+        spoken = without_thought(completion, asker.thoughts, inside=asker.is_thinking)
+        num_unfinished += spoken is None
+        answer = None if spoken is None else extracted(spoken, settings.extract)
         accepted = [output.strip() for output in item.answers]
         outputs.append(
             {
@@ -343,7 +363,12 @@ def _match(decoder: Decoder, asker: Asker, items: Sequence[Item]) -> TaskScores:
                 "correct": answer is not None and answer in accepted,
             }
         )
-    if num_unmatched := sum(output["answer"] is None for output in outputs):
+    if num_unfinished:
+        notes.append(
+            f"{num_unfinished:,} of {len(outputs):,} completions end inside a thought: counted as wrong; "
+            f"raise --max-new-tokens, which is {new_tokens:,}"
+        )
+    if num_unmatched := sum(output["answer"] is None for output in outputs) - num_unfinished:
         notes.append(
             f"no match of --extract in {num_unmatched:,} of {len(outputs):,} completions: counted as wrong"
         )

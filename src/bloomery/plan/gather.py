@@ -460,6 +460,7 @@ def left_out_parts(recipe: Recipe, manifest: Manifest | None = None) -> list[str
             template=recipe.data.chat.template,
             train_on=train_on(recipe),
             verbatim=recipe.objective.spec.reads_text,
+            variables=recipe.data.chat.template_kwargs,
         ) as renderer:
             renderer.encode_batch(examples)
             return left_out_notes(renderer.take_parts())
@@ -609,7 +610,11 @@ def _template(
     encoded: list[dict[int, EncodedExample]] = [{} for _ in measured]
     if tokenizer is not None and examples:
         with Renderer(
-            tokenizer, template=template, train_on=train_on(recipe), verbatim=stays
+            tokenizer,
+            template=template,
+            train_on=train_on(recipe),
+            verbatim=stays,
+            variables=recipe.data.chat.template_kwargs,
         ) as renderer:
             for checked in renderer.encode_batch(examples):
                 if isinstance(checked, BadRow) and recipe.data.on_error == "stop":

@@ -241,6 +241,11 @@ class Chat(Section):
         "assistant",
         "Messages with labels: the assistant's, all, or the assistant's last; others are masked.",
     )
+    template_kwargs: dict[str, bool | int | float | str] = key(
+        {},
+        "Variables of the chat template, which the saved template has as defaults.",
+        "{enable_thinking: false}",
+    )
 
 
 Layout = Literal["packed", "padded", "fixed"]

@@ -27,6 +27,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from bloomery.core.errors import UserError
+from bloomery.data.chat.thoughts import has_thought, is_thinking
 from bloomery.infer.grammar import JsonText
 from bloomery.infer.sampling import Sampling, known_ids
 from bloomery.serve.answers import Answer, ChatShape, CompletionShape, failed
@@ -50,7 +51,7 @@ from bloomery.serve.requests import (
 )
 from bloomery.serve.responses import ResponseShape, ResponsesRequest
 from bloomery.serve.served import Served
-from bloomery.serve.thoughts import AnswerForm, has_thought, is_thinking
+from bloomery.serve.thoughts import AnswerForm
 from bloomery.serve.tokenizing import SHORT_BYTES, Lane, Tokenizing, lane_of
 from bloomery.serve.tools import AnswerRules
 

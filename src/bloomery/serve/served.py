@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bloomery.core.device import sent
 from bloomery.data.chat.render import ChatFormat, chat_format
+from bloomery.data.chat.thoughts import ThoughtFormat, thought_format
 from bloomery.data.examples import Message
 from bloomery.data.tokenizer.templates import find_template, own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -30,7 +31,6 @@ from bloomery.model.compiled_step import compile_step
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import Head
 from bloomery.serve.limits import Limits
-from bloomery.serve.thoughts import ThoughtFormat, thought_format
 from bloomery.serve.tokenizing import Lane, most_bytes
 from bloomery.serve.tools import AnswerRules, Json, ToolFormat, answer_grammar, tool_format
 

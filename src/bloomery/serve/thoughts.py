@@ -1,46 +1,14 @@
 """Thoughts of a model before its answer, such as `<think>`: how a chat template marks them, and how they are split off.
 
-An answer has at most one thought, and begins with it: markup further on is text.
+An answer has at most one thought, and begins with it: markup further on is text. The markup: `data.chat.thoughts`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
+from bloomery.data.chat.thoughts import ThoughtFormat
 from bloomery.serve.tools import Delta, ToolFormat, ToolParser
-
-
-@final
-@dataclass(frozen=True)
-class ThoughtFormat:
-    """The markup around a thought."""
-
-    opening: str
-    closing: str
-
-
-# Of Qwen, DeepSeek, GLM, SmolLM3 and others; Magistral; Command A; Seed.
-FORMATS = (
-    ThoughtFormat("<think>", "</think>"),
-    ThoughtFormat("[THINK]", "[/THINK]"),
-    ThoughtFormat("<|START_THINKING|>", "<|END_THINKING|>"),
-    ThoughtFormat("<seed:think>", "</seed:think>"),
-)
-
-
-def thought_format(template: str) -> ThoughtFormat | None:
-    """The markup in the text of a chat template. A template that only drops old thoughts names its end alone."""
-    return next((form for form in FORMATS if form.closing in template), None)
-
-
-def is_thinking(prompt: str, form: ThoughtFormat | None) -> bool:
-    """Whether a prompt ends inside a thought, which the template has begun."""
-    return form is not None and prompt.rstrip().endswith(form.opening)
-
-
-def has_thought(prompt: str, form: ThoughtFormat) -> bool:
-    """Whether a prompt ends with a thought, such as an empty one of a template that is told not to think."""
-    return prompt.rstrip().endswith(form.closing)
 
 
 @final

@@ -173,6 +173,7 @@ class RenderedConversation:
     enders: re.Pattern[str]  # the tokenizer's special tokens, any of which may end a turn
     # Where pieces of template between two contents were split, in earlier conversations too.
     cuts: dict[tuple[str, ...], int]
+    bos: str | None = None
 
     def __post_init__(self) -> None:
         """Raises Unclear for a conversation of too many turns."""
@@ -202,7 +203,46 @@ class RenderedConversation:
         for (_, previous_end), (start, end) in zip([(0, 0), *spans], spans, strict=False):
             if not previous_end <= start <= end:
                 raise Unclear("the template changes the order of turns")
+        if spans and turns[-1] == len(self.turns) - 1:
+            spans[-1] = self._with_stop(spans[-1])
         return spans
+
+    def _with_stop(self, span: Span) -> Span:
+        """The span of the conversation's last turn. Where the template writes no end behind it, the token that would
+        begin a user turn is added to the text, and is trained on: GLM's models stop with it (TRL's `glm4moe_training`).
+        """
+        start, end = span
+        if self._marked is None or not self._marked.marks or self.text[end:].strip():
+            return span
+        last_mark = self._marked.marks[-1][1]
+        if self._has_end(self.text[max(start, last_mark) : end]):
+            return span
+        question = next((turn for turn in self.turns if turn["role"] == "user"), None)
+        if question is None:
+            return span
+        try:
+            continued = self._prefix(len(self.turns), prompt=False, following=question)
+            following_text = continued.after(continued.last_of(self._marked))
+        except (Refused, Unclear):
+            return span
+        if not following_text.startswith(self.text[last_mark:end]):
+            return span
+        stop = self._stop_at(following_text, end - last_mark)
+        self.text = self.text[:end] + following_text[end - last_mark : stop]
+        return start, len(self.text)
+
+    def _has_end(self, template_text: str) -> bool:
+        """Whether the template's text behind a turn has a special token that may end it: not a tag that closes."""
+        tokens = (match[0] for match in self.enders.finditer(template_text))
+        return any(token == "</s>" or not token.startswith("</") for token in tokens)
+
+    def _stop_at(self, continuation: str, cut: int) -> int:
+        """The end of the special token that follows a turn without an end of its own; `cut` where there is none.
+
+        A BOS token in front of a turn does not end the one before it.
+        """
+        token = re.compile(rf"\s*(?:{self.enders.pattern})").match(continuation, cut)
+        return cut if token is None or token[0].strip() == self.bos else token.end()
 
     def _mark(self) -> None:
         """Renders the conversation with marks, and keeps the result where only the marks differ."""
@@ -331,6 +371,9 @@ class RenderedConversation:
             if written_end is None:
                 raise
             cut = written_end
+        # Where the template writes no end, the token that begins the next turn is what the model stops with.
+        if not is_last and not self._has_end(continuation[header_length:cut]):
+            cut = self._stop_at(continuation, cut)
         if key is not None and rendering.marks[-1][0] == mark:
             self._remember(key, len(continuation) - cut)
         return self._marked.marks[index][1] + cut

@@ -27,6 +27,7 @@ from bloomery.data.tokenizer.templates import (
     find_template,
     formats_texts,
     own_templates,
+    with_variables,
 )
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 
@@ -155,8 +156,10 @@ class Renderer:
         template: str | None,
         train_on: TrainOn,
         verbatim: bool = False,
+        variables: Mapping[str, bool | int | float | str] | None = None,
     ) -> None:
         """`template`: a name, a file, "none", or None for the tokenizer's own. It is loaded when a row needs it.
+        `variables`: of the template, where it has other defaults.
 
         With a template, a prompt and a response that are texts are formatted as a user turn and an assistant turn.
         `verbatim`: they are not, as for pretraining.
@@ -164,6 +167,7 @@ class Renderer:
         self._tokenizer = tokenizer
         self._template_name = template
         self._train_on = train_on
+        self._variables = variables or {}
         self._formats_texts = not verbatim and formats_texts(template, tokenizer.config)
         self._template: ChatTemplate | None = None
         self._processes: dict[str, TemplateProcess] = {}
@@ -189,7 +193,8 @@ class Renderer:
     def template(self) -> ChatTemplate:
         """The chat template. Raises UserError when there is none, or an unknown one."""
         if self._template is None:
-            self._template = find_template(self._template_name, self._tokenizer.config)
+            found_template = find_template(self._template_name, self._tokenizer.config)
+            self._template = with_variables(found_template, self._variables)
         return self._template
 
     def take_parts(self) -> PartCounts:
@@ -529,6 +534,9 @@ def _stop_ids(renderer: Renderer, tokenizer: Tokenizer) -> tuple[int, ...]:
     end = text.rpartition(_ANSWER)[2] if _ANSWER in text else text
     control_ids = {tokenizer.id_of(name) for name in tokenizer.control_tokens()}
     end_ids = [token for token in tokenizer.encode_rendered(end) if token in control_ids]
+    if not isinstance(result, BadRow) and not end_ids:
+        # The template writes no end: training adds the token that would begin the next turn.
+        end_ids = [token for token in result[0].ids[-1:] if token in control_ids]
     if isinstance(result, BadRow):
         # A template without a provable mask cannot train, and still answers: its first control token ends the turn.
         return tuple(end_ids[:1])

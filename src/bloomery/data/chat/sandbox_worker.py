@@ -166,8 +166,10 @@ class Template:
         def render(turns: Sequence[Turn], *, prompt: bool = False) -> str:
             return self.render(turns, tools, prompt=prompt)
 
-        rendered = RenderedConversation(render, turns, tools, self.enders, self.cuts)
-        return {"text": rendered.text, "spans": rendered.spans(job["train_on"])}
+        bos = self.names.get("bos_token")
+        rendered = RenderedConversation(render, turns, tools, self.enders, self.cuts, bos)
+        spans = rendered.spans(job["train_on"])
+        return {"text": rendered.text, "spans": spans}
 
     def _with_arguments(self, turns: list[Turn], tools: list[Json] | None) -> list[Turn]:
         """The turns with the arguments of their calls in the form that this template takes: objects, or JSON text."""

@@ -64,7 +64,7 @@ from bloomery.data.sources.documents import (
     unpadded,
 )
 from bloomery.data.sources.files import SourceFile
-from bloomery.data.tokenizer.templates import NONE, find_template
+from bloomery.data.tokenizer.templates import NONE, find_template, own_templates
 from bloomery.data.tokenizer.tokenizer import (
     TOKENIZER_FILES,
     Tokenizer,
@@ -354,11 +354,22 @@ class Preparation:
             # A resumed `prepare` finds the template in use as the tokenizer's own.
             description = find_template(template, tokenizer.config).description
             self._journal.template = self._journal.template or description
-        if rendering is not None and rendering.template not in (None, NONE):
+        changes_own = bool(self._data.chat.template_kwargs) and bool(
+            own_templates(tokenizer.config)
+        )
+        if rendering is not None and (
+            changes_own if rendering.template is None else rendering.template != NONE
+        ):
             with rendering.renderer(tokenizer) as renderer:
-                text = renderer.template.text
-            if tokenizer.config.get("chat_template") != text:
-                tokenizer.config["chat_template"] = text
+                template_in_use = renderer.template
+            saved: object = template_in_use.text
+            if template_in_use.tool_use is not None:  # as transformers stores several
+                saved = [
+                    {"name": "default", "template": template_in_use.text},
+                    {"name": "tool_use", "template": template_in_use.tool_use},
+                ]
+            if tokenizer.config.get("chat_template") != saved:
+                tokenizer.config["chat_template"] = saved
                 tokenizer.save(self._folder)
         return tokenizer
 
@@ -375,6 +386,7 @@ class Preparation:
             DOCUMENTS_PER_UNIT[self.kind],
             verbatim,
             max_prompt_tokens(self._recipe),
+            self._data.chat.template_kwargs,
         )
 
     def first_documents(self, count: int) -> Iterator[tuple[SplitName, Document]]:

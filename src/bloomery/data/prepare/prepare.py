@@ -83,6 +83,8 @@ def identity(loaded: LoadedRecipe) -> str:
             "train_on": train_on(recipe),
             "verbatim": reads_text,
         }
+        if recipe.data.chat.template_kwargs:
+            parts["examples"]["template_kwargs"] = recipe.data.chat.template_kwargs
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

@@ -1,7 +1,7 @@
 """Encode documents in worker processes. They also format examples with the chat template."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -51,10 +51,15 @@ class Rendering:
     responses: int
     verbatim: bool = False  # for pretraining: texts are not formatted
     max_prompt_tokens: int | None = None  # of prompts without responses
+    variables: Mapping[str, bool | int | float | str] | None = None  # of the template
 
     def renderer(self, tokenizer: Tokenizer) -> Renderer:
         return Renderer(
-            tokenizer, template=self.template, train_on=self.train_on, verbatim=self.verbatim
+            tokenizer,
+            template=self.template,
+            train_on=self.train_on,
+            verbatim=self.verbatim,
+            variables=self.variables,
         )
 
 

@@ -1,5 +1,7 @@
 """Chat templates: the tokenizer's own, a file, or one of Bloomery."""
 
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +19,9 @@ NOT_OWN = "not the tokenizer's own"
 _FOLDER = Path(__file__).parent / "templates"
 _WHERE = "data.chat.template"
 _CHOICES = f"set {_WHERE} to {', '.join(BUILTIN)} or a file"
+_VARIABLES = "data.chat.template_kwargs"
+# What a conversation sets: no variable of a recipe may replace it.
+_OF_CONVERSATIONS = ("messages", "tools", "documents", "add_generation_prompt")
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,49 @@ def find_template(name: str | None, config: Mapping[str, Any]) -> ChatTemplate:
     similar = closest(name, [*templates, *BUILTIN])
     meant = f"; did you mean {similar[0]}?" if similar else ""
     raise UserError(f"no such chat template or file: {name!r}{meant}", where=_WHERE, fix=_CHOICES)
+
+
+def with_variables(
+    template: ChatTemplate, variables: Mapping[str, bool | int | float | str]
+) -> ChatTemplate:
+    """The template with other values for its variables, such as `enable_thinking`; a request may still set them.
+
+    Raises UserError for a variable that it does not have.
+    """
+    texts = [text for text in (template.text, template.tool_use) if text is not None]
+    for name in variables:
+        if name in _OF_CONVERSATIONS or not name.isidentifier() or name.endswith("_token"):
+            raise UserError(
+                f"{name[:60]!r} is no variable that a recipe sets",
+                where=_VARIABLES,
+                fix="leave it out: it comes from the conversation or the tokenizer",
+                code=2,
+            )
+        if not any(re.search(rf"\b{name}\b", text) for text in texts):
+            raise UserError(
+                f"{template.origin} has no variable {name[:60]!r}",
+                where=_VARIABLES,
+                fix="leave it out, or look at the template for the names that it tests",
+                code=2,
+            )
+    tool_use = template.tool_use
+    return replace(
+        template,
+        text=_with_defaults(template.text, variables),
+        tool_use=None if tool_use is None else _with_defaults(tool_use, variables),
+    )
+
+
+def _with_defaults(text: str, variables: Mapping[str, bool | int | float | str]) -> str:
+    """Nothing is added twice: a prepared dataset's tokenizer has the template with them already."""
+    settings = "".join(
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {json.dumps(value)} %}}{{%- endif %}}"
+        for name, value in sorted(variables.items())
+    )
+    if not settings or text.startswith(settings):
+        return text
+    # A newline behind a block is not written: that of the template itself stays.
+    return settings + ("{{ '' }}" if text[:1].isspace() else "") + text
 
 
 def own_templates(config: Mapping[str, Any]) -> dict[str, str]:
