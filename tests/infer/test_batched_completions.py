@@ -87,9 +87,16 @@ def test_a_completion_ends_with_its_stop_token_or_is_truncated():
         assert len(text.logps) == len(text.ids)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_the_compiled_step_draws_the_same_at_any_number_of_slots(threads):
-    decoder = decoder_of(hidden_size=64, intermediate_size=128, head_dim=16)
+WIDE_STATES = STATES | {
+    "delta_net": DeltaNet(
+        num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=16
+    ),
+}
+
+
+@pytest.mark.parametrize(("threads", "changes"), [(1, {}), (2, {}), (2, WIDE_STATES)])
+def test_the_compiled_step_draws_the_same_at_any_number_of_slots(threads, changes):
+    decoder = decoder_of(hidden_size=64, intermediate_size=128, head_dim=16, **changes)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -135,11 +142,12 @@ def test_the_token_of_a_large_vocabulary_is_where_the_cumulative_distribution_pa
     assert all(shares[id_] > 0 for shares, id_ in zip(logprobs.exp(), last[0], strict=True))
 
 
-def test_prompts_that_are_read_together_begin_as_if_each_were_alone():
+@pytest.mark.parametrize(
+    "changes", [{"sliding_window": (20, None)}, WIDE_STATES], ids=["window", "states"]
+)
+def test_prompts_that_are_read_together_begin_as_if_each_were_alone(changes):
     """Oracle: each prompt by itself. One is longer than a window, and than what is read at once."""
-    decoder = decoder_of(
-        hidden_size=64, intermediate_size=128, head_dim=16, sliding_window=(20, None)
-    )
+    decoder = decoder_of(hidden_size=64, intermediate_size=128, head_dim=16, **changes)
     decoder.step = CompiledStep(decoder)
     prompts = [[7 * place % 61 for place in range(length)] for length in (3, 19, 1, 25, 20, 1200)]
     together = completions(decoder, slots=9, prompts=prompts)

@@ -9,6 +9,7 @@ from benchmarks.memory_tracker import peak_bytes
 from tiny_models import CASES, saved_reference, tokens
 from torch.testing import assert_close
 
+from bloomery.facts.config import LayerSizes, ModelConfig
 from bloomery.infer.decode import RunningBatch, sample_tokens
 from bloomery.infer.past import Past
 from bloomery.infer.sampling import NotFinite, Sampling
@@ -17,7 +18,7 @@ from bloomery.model.adapters.lora import adapt, init_adapters
 from bloomery.model.cache import Cache
 from bloomery.model.compiled_step import CompiledStep, compile_step
 from bloomery.model.decoder import Decoder
-from bloomery.model.io.weights import load_decoder, quantize_model
+from bloomery.model.io.weights import fresh_decoder, load_decoder, quantize_model
 from bloomery.model.native import Uncompiled, library
 from bloomery.recipe.schema import Lora, Quantize
 
@@ -43,6 +44,9 @@ SHAPES = [
     "glm4",
     "nemotron",
     "granite",
+    "qwen3.5",
+    "lfm2",
+    "lfm2-bias",
 ]
 COLD = Sampling(max_new_tokens=12, temperature=0.0)
 
@@ -54,6 +58,10 @@ def load_wide(
     prefix, settings = CASES[case]
     sizes = dict(hidden_size=64, intermediate_size=128, head_dim=16)
     sizes = dict(n_embd=64, n_inner=128) if prefix == "GPT2" else sizes
+    if prefix == "Qwen3_5":
+        sizes |= dict(linear_key_head_dim=16, linear_value_head_dim=48)
+    if prefix == "Lfm2":
+        sizes |= dict(block_auto_adjust_ff_dim=False)
     monkeypatch.setitem(CASES, case, (prefix, settings | sizes))
     saved_reference(case, folder)
     return load_decoder(folder, dtype=dtype).requires_grad_(False).eval()
@@ -79,12 +87,19 @@ def test_logits_equal_those_of_the_decoder(
     )
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(
+    ("case", "precision"),
+    [
+        *(("qwen3", precision) for precision in ("float32", "bfloat16", "int8")),
+        ("qwen3.5", "bfloat16"),
+        ("lfm2-bias", "bfloat16"),
+    ],
+)
 def test_a_text_has_the_same_bits_alone_with_others_and_in_pieces(
-    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
-    decoder = load_wide("qwen3", tmp_path, monkeypatch, dtype)
+    decoder = load_wide(case, tmp_path, monkeypatch, dtype)
     rows = tokens(rows=9, length=20).tolist()
     if precision == "int8":
         quantize_model(decoder, Quantize(kind="int8"))
@@ -106,15 +121,64 @@ def test_a_text_has_the_same_bits_alone_with_others_and_in_pieces(
             piece_logits = step([rows[3][first:last]], threads, cache_of_pieces, every=True)
             assert torch.equal(piece_logits, separate_logits[3][first:last])
     torch.set_num_threads(1)
-    # PyTorch rounds between bfloat16 products
+    # The step rounds what it caches; its products are float32, as those of the same weights widened.
     tolerance = {"float32": 1e-4, "bfloat16": 0.3, "int8": 0.5}[precision]
     with torch.no_grad():
-        assert_close(
-            separate_logits[0],
-            decoder(torch.tensor(rows[:1])).head[0].float(),
-            atol=tolerance,
-            rtol=0.02,
-        )
+        exact_logits = decoder.float()(torch.tensor(rows[:1])).head[0]
+        assert_close(separate_logits[0], exact_logits, atol=tolerance, rtol=0.02)
+
+
+@torch.no_grad()
+def test_layers_of_several_sizes_and_windows_give_the_logits_of_the_decoder() -> None:
+    sizes = [
+        LayerSizes(num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=128),
+        LayerSizes(
+            num_heads=2, num_kv_heads=1, head_dim=32, intermediate_size=64, rotary_share=0.5
+        ),
+        LayerSizes(num_heads=8, num_kv_heads=2, head_dim=16, intermediate_size=192),
+    ]
+    config = ModelConfig(
+        vocab_size=61,
+        hidden_size=64,
+        intermediate_size=128,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        initializer_range=0.2,
+        layer_sizes=tuple(sizes),
+        sliding_window=(None, 8, None),
+    )
+    decoder = fresh_decoder(config, seed=1).eval()
+    row = torch.arange(24)[None] * 7 % 61
+    step = CompiledStep(decoder)
+    cache = Cache(config, capacity=24)
+    logits = torch.cat([step([[token]], 0, cache) for token in row[0].tolist()])
+    assert_close(logits, decoder(row).head[0], atol=2e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["qwen3.5", "lfm2"])
+def test_a_state_goes_from_one_way_of_computing_to_the_other_and_begins_anew(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long pieces of a text are PyTorch's, and a slot serves one text after another."""
+    decoder = load_wide(case, tmp_path, monkeypatch)
+    first, second = torch.randint(
+        3, 131, (2, 40), generator=torch.Generator().manual_seed(4)
+    ).tolist()
+    expected = decoder(torch.tensor([first])).head[0]
+    decoder.step = CompiledStep(decoder)
+    past = Past(decoder, 2, 60)
+    assert past.max_guesses(1) == 0, "a state has no token to take out"
+    pieces = (first[:3], first[3:36], first[36:38], first[38:])  # 33 tokens are more than a step
+    for end, ids in zip((3, 36, 38, 40), pieces, strict=True):
+        assert_close(past.read([ids], 1)[0], expected[end - 1], atol=2e-4, rtol=1e-4)
+    assert past.reuse(second, 40, slot=1) == second
+    logits = torch.cat([past.read([second[at : at + 20]], 1) for at in (0, 20)])
+    assert_close(
+        logits, decoder(torch.tensor([second])).head[0, [19, 39]], atol=2e-4, rtol=1e-4
+    )
 
 
 @torch.no_grad()

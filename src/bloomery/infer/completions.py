@@ -136,10 +136,12 @@ def sample_completions(
 def _read(decoder: Decoder, prompts: Sequence[Sequence[int]], first: int) -> _Prefixes:
     """The prompts from `first` on, as many as are read at once.
 
-    Of several lengths only where their padding can be cut off again: not where a window drops tokens of them, and not
-    from the state of a layer without attention.
+    Of several lengths only where no window drops tokens of them; with PyTorch, also not where a layer without attention
+    would have their padding in its state.
     """
-    window = Cache(decoder.config, max(map(len, prompts))).keeps_all
+    step = decoder.step
+    empty_cache = Cache(decoder.config, max(map(len, prompts)))
+    window = empty_cache.keeps_all if step is None else empty_cache.shortest_window
     longest = len(prompts[first])
     end = first + 1
     while end < len(prompts):
@@ -156,7 +158,6 @@ def _read(decoder: Decoder, prompts: Sequence[Sequence[int]], first: int) -> _Pr
     cache = Cache(decoder.config, longest, len(read_prompts))
 
     # The compiled step gives each prompt the numbers that it has alone, also in pieces of a long one.
-    step = decoder.step
     if step is not None and longest <= window:
         for start in range(0, longest, PROMPT_TOKENS):
             logits_NV = step([ids[start : start + PROMPT_TOKENS] for ids in read_prompts], 0, cache)

@@ -141,15 +141,19 @@ class StateCache:
         self.cache = cache
         self._states: dict[str, Tensor] = {}
 
-    def current(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """The states of the current slots, [B, *shape], to be overwritten in place; zeros where a text begins.
+    def every(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """The states of all slots, [slots, *shape], to be overwritten in place; zeros where a text begins.
 
         The first call makes them, in the dtype and on the device of `like`.
         """
         if name not in self._states:
             self._states[name] = like.new_zeros(self.cache.slots, *shape)
+        return self._states[name]
+
+    def current(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Those of the current slots, [B, *shape]."""
         rows = self.cache.rows
-        return self._states[name][rows.start : rows.stop]
+        return self.every(name, shape, like)[rows.start : rows.stop]
 
     def fill(self, rows: range, source: "StateCache", source_slot: int) -> None:
         """Makes each of the slots `rows` a slot of another cache."""
@@ -206,7 +210,13 @@ class Cache:
         """So many tokens of a text can be forgotten one by one: a window drops keys, and a state cannot be undone."""
         if any(isinstance(layer, StateCache) for layer in self.layers):
             return 0
-        return min(layer.capacity for layer in self.layers if isinstance(layer, LayerCache))
+        return self.shortest_window
+
+    @property
+    def shortest_window(self) -> int:
+        """So many tokens of a text fit before a layer with a window drops the first."""
+        windows = [layer.capacity for layer in self.layers if isinstance(layer, LayerCache)]
+        return min(windows, default=self.capacity)
 
     @property
     def equal_lengths(self) -> bool:

@@ -17,16 +17,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bloomery.facts.config import ModelConfig
-from bloomery.facts.counting import Layer, attention_layers, layers
+from bloomery.facts.counting import Layer, layers
 from bloomery.facts.limits import WEIGHTS_BLOCK
 from bloomery.model.adapters.lora import LoraLinear
-from bloomery.model.cache import STEP_TOKENS, Cache, LayerCache
+from bloomery.model.cache import STEP_TOKENS, Cache, StateCache
 from bloomery.model.decoder import MLP, Backbone, Block, Decoder
 from bloomery.model.heads import capped
 from bloomery.model.io.quantized import QuantizedWeight, quantize_int8
 from bloomery.model.io.weights import QuantizedLinear
 from bloomery.model.mixers.attention import Attention
+from bloomery.model.mixers.convolution import DepthwiseConvolution
+from bloomery.model.mixers.delta_net import GatedDeltaNet
+from bloomery.model.mixers.short_convolution import GatedShortConvolution
 from bloomery.model.native import Library, Uncompiled, library
 from bloomery.model.norms import LayerNorm, RMSNorm
 from bloomery.model.rope import Rotary
@@ -38,6 +40,7 @@ MADV_HUGEPAGE = 14
 LEAST = 2**24  # bytes of weights: smaller models answer before the code is compiled
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+MIXERS = ("attention", "delta_net", "short_convolution")
 QUERY_NORMS = ("none", "head", "rotated_head", "full")
 # Modules other than linear maps that the code computes.
 SUPPORTED_MODULES = (
@@ -45,6 +48,9 @@ SUPPORTED_MODULES = (
     Backbone,
     Block,
     Attention,
+    GatedDeltaNet,
+    GatedShortConvolution,
+    DepthwiseConvolution,
     MLP,
     QuantizedLinear,
     RMSNorm,
@@ -67,7 +73,7 @@ class _Norm(Structure):
 
 class _Layer(Structure):
     _fields_ = (
-        *((name, _Matrix) for name in ("q", "k", "v", "o", "gate", "up", "down")),
+        *((name, _Matrix) for name in ("q", "k", "v", "decay", "o", "gate", "up", "down")),
         *(
             (name, _Norm)
             for name in ("before_attention", "after_attention", "before_mlp", "after_mlp")
@@ -75,6 +81,12 @@ class _Layer(Structure):
         *((name, _Norm) for name in ("q_norm", "k_norm")),
         *((name, c_void_p) for name in ("cos", "sin", "growth", "keys", "values")),
         ("capacity", c_int64),
+        *((name, c_int64) for name in ("mixer", "inner", "heads", "kv_heads")),
+        *((name, c_int64) for name in ("width", "value_width", "half", "gated")),
+        *((name, c_void_p) for name in ("taps", "tap_bias", "step_bias", "rate")),
+        *((name, c_void_p) for name in ("convolved", "memory")),
+        ("kernel", c_int64),
+        ("scale", c_float),
     )
 
 
@@ -88,11 +100,6 @@ class _Model(Structure):
             for name in (
                 "num_layers",
                 "hidden",
-                "inner",
-                "heads",
-                "kv_heads",
-                "width",
-                "half",
                 "activation",
                 "cache_kind",
                 "qk_norm",
@@ -100,7 +107,6 @@ class _Model(Structure):
                 "shared_norm",
             )
         ),
-        ("scale", c_float),
         ("softcap", c_float),
         ("multiplier", c_float),
     )
@@ -152,26 +158,24 @@ class CompiledStep:
 
         # The model as the structures of step.cpp, in the order of their fields.
         blocks: Any = body.layers
-        first_layer = layers(config)[0]
-        rotated_widths = _rotated_widths(config)
-        self._layers = (_Layer * config.num_layers)(*(self._layer(block) for block in blocks))
+        described_layers = layers(config)
+        self._layers = (_Layer * config.num_layers)(
+            *(
+                self._layer(block, described)
+                for block, described in zip(blocks, described_layers, strict=True)
+            )
+        )
         self._model = _Model(
             self._layers,
             self._norm(body.norm, scale=config.logit_scale),
             self._matrix(decoder.lm_head, int8=quantized),
             config.num_layers,
             config.hidden_size,
-            first_layer.intermediate_size,
-            first_layer.num_heads,
-            first_layer.num_kv_heads,
-            first_layer.head_dim,
-            next(iter(rotated_widths), 0) // 2,
             ACTIVATIONS.index(config.activation),
             0,
             QUERY_NORMS.index(config.qk_norm),
             config.rope_interleave,
             config.norm_placement == "shared",
-            first_layer.attention_scale,
             config.attention_softcap or 0.0,
             config.residual_multiplier,
         )
@@ -182,7 +186,7 @@ class CompiledStep:
             return True
         num_tokens = sum(map(len, tokens))
         max_length = max(cache.lengths[first + row] + len(ids) for row, ids in enumerate(tokens))
-        return num_tokens <= self._max_tokens and max_length <= cache.keeps_all
+        return num_tokens <= self._max_tokens and max_length <= cache.shortest_window
 
     def __call__(
         self, tokens: Sequence[Sequence[int]], first: int, cache: Cache, *, every: bool = False
@@ -239,7 +243,9 @@ class CompiledStep:
         for layer, described, layer_cache, table in zip(
             self._layers, described_layers, cache.layers, self._tables, strict=True
         ):
-            assert isinstance(layer_cache, LayerCache)
+            if isinstance(layer_cache, StateCache):
+                self._point_to_states(layer, layer_cache, described, embeddings)
+                continue
             keys, values = layer_cache.memory(
                 described.num_kv_heads, described.head_dim, embeddings
             )
@@ -251,11 +257,26 @@ class CompiledStep:
                 layer.sin = table.sin.data_ptr()
                 if table.query_scale is not None:
                     layer.growth = table.query_scale.data_ptr()
-            self._model.cache_kind = KINDS[keys.dtype]
+        self._model.cache_kind = KINDS[embeddings.dtype]
 
-    def _layer(self, block: Any) -> _Layer:
-        """The matrices and norms of a block, in the order of the structure."""
-        attention = block.self_attn
+    def _point_to_states(
+        self, layer: _Layer, cache: StateCache, described: Layer, embeddings: Tensor
+    ) -> None:
+        """The same for a layer without attention."""
+        channels = described.hidden_size
+        if described.delta_net is not None:
+            sizes = described.delta_net
+            channels = 2 * sizes.key_width + sizes.value_width
+            state = (sizes.num_value_heads, sizes.key_head_dim, sizes.value_head_dim)
+            layer.memory = cache.every(
+                "memory", state, embeddings.new_empty(0, dtype=torch.float32)
+            ).data_ptr()
+        layer.convolved = cache.every(
+            "convolved", (layer.kernel - 1, channels), embeddings
+        ).data_ptr()
+
+    def _layer(self, block: Any, described: Layer) -> _Layer:
+        """The structure of a block; the cache's tensors are put in later."""
         mlp = block.mlp
 
         # Where a norm stands only before each part, "post_attention_layernorm" is the MLP's.
@@ -274,17 +295,65 @@ class CompiledStep:
                     "pre_feedforward_layernorm",
                     "post_feedforward_layernorm",
                 )
-        norms = [None if name is None else getattr(block, name) for name in norm_names]
-        norms += [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-        projections = [getattr(attention, f"{name}_proj") for name in "qkvo"]
-        projections += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-        return _Layer(*map(self._matrix, projections), *map(self._norm, norms))
+        layer = _Layer(inner=described.intermediate_size)
+        places = ("before_attention", "after_attention", "before_mlp", "after_mlp")
+        for place, name in zip(places, norm_names, strict=True):
+            setattr(layer, place, self._norm(None if name is None else getattr(block, name)))
+        layer.gate = self._matrix(mlp.gate_proj)
+        layer.up = self._matrix(mlp.up_proj)
+        layer.down = self._matrix(mlp.down_proj)
+        layer.mixer = MIXERS.index(described.mixer)
+        if isinstance(block.mixer, GatedDeltaNet):
+            self._put_delta_net(layer, block.mixer)
+        elif isinstance(block.mixer, GatedShortConvolution):
+            self._put_short_convolution(layer, block.mixer)
+        else:
+            self._put_attention(layer, block.mixer, described)
+        return layer
+
+    def _put_attention(self, layer: _Layer, attention: Attention, described: Layer) -> None:
+        for name in "qkvo":
+            setattr(layer, name, self._matrix(getattr(attention, f"{name}_proj")))
+        layer.q_norm = self._norm(attention.q_norm)
+        layer.k_norm = self._norm(attention.k_norm)
+        layer.heads = described.num_heads
+        layer.kv_heads = described.num_kv_heads
+        layer.width = described.head_dim
+        layer.half = 0 if described.rotation is None else described.rotation.width // 2
+        layer.gated = self.config.attention_gate
+        layer.scale = described.attention_scale
+
+    def _put_delta_net(self, layer: _Layer, net: GatedDeltaNet) -> None:
+        sizes = net.sizes
+        layer.q = self._matrix(net.in_proj_qkv)
+        layer.k = self._matrix(net.in_proj_z)
+        layer.v = self._matrix(net.in_proj_b)
+        layer.decay = self._matrix(net.in_proj_a)
+        layer.o = self._matrix(net.out_proj)
+        layer.q_norm = self._norm(net.norm)
+        layer.heads = sizes.num_value_heads
+        layer.kv_heads = sizes.num_key_heads
+        layer.width = sizes.key_head_dim
+        layer.value_width = sizes.value_head_dim
+        layer.step_bias = self._floats(net.dt_bias)
+        layer.rate = self._floats(-net.A_log.detach().float().exp())
+        self._put_convolution(layer, net.conv1d)
+
+    def _put_short_convolution(self, layer: _Layer, mixer: GatedShortConvolution) -> None:
+        layer.q = self._matrix(mixer.in_proj)
+        layer.o = self._matrix(mixer.out_proj)
+        self._put_convolution(layer, mixer.conv)
+
+    def _put_convolution(self, layer: _Layer, convolution: DepthwiseConvolution) -> None:
+        layer.taps = self._floats(convolution.weight.squeeze(1).mT)
+        layer.tap_bias = self._floats(convolution.bias)
+        layer.kernel = convolution.kernel
 
     def _norm(self, norm: nn.Module | None, *, scale: float = 1.0) -> _Norm:
         """`scale`: of what the norm makes."""
         if norm is None:
             return _Norm()
-        assert isinstance(norm, RMSNorm | LayerNorm)
+        assert isinstance(norm, RMSNorm | LayerNorm) and norm.weight is not None
         gain = norm.weight.detach().float()
         if norm.unit_offset:
             gain = gain + 1
@@ -391,16 +460,22 @@ def _unsupported(decoder: Decoder) -> str | None:
         return "it is not on a CPU"
     if config.rope_scaling is not None and config.rope_scaling.kind in ("dynamic", "longrope"):
         return "its positions depend on a text's length"
-    if config.attention_gate or len(attention_layers(config)) < config.num_layers:
-        return "its layers are not all plain attention"
-    # One structure of the model holds the sizes of all layers.
-    if len({_sizes(layer) for layer in layers(config)}) > 1 or len(_rotated_widths(config)) > 1:
-        return "its layers differ in their sizes"
     # The code reads a matrix in full cache lines, and a head in full vectors.
-    first_layer = layers(config)[0]
-    widths = config.hidden_size, first_layer.intermediate_size, first_layer.query_width
-    if first_layer.head_dim % LANES or any(width % LINE for width in widths):
-        return f"its widths are not multiples of {LINE}"
+    for layer in layers(config):
+        if layer.keys_of is not None or layer.lends_keys or layer.keys_are_values:
+            return "its layers share keys and values"
+        inputs = [config.hidden_size, layer.intermediate_size]
+        heads = []
+        if layer.mixer == "attention":
+            inputs.append(layer.query_width)
+            heads.append(layer.head_dim)
+        if layer.delta_net is not None:
+            inputs.append(layer.delta_net.value_width)
+            heads += [layer.delta_net.key_head_dim, layer.delta_net.value_head_dim]
+        if any(width % LINE for width in inputs) or any(width % LANES for width in heads):
+            return f"its widths are not multiples of {LINE}, or those of its heads not of {LANES}"
+    if config.per_layer_input_size or config.layer_scalar or config.value_norm:
+        return "its layers have parts that are not compiled"
     # Every module must be one that the code computes, with weights that it reads.
     for name, module in decoder.named_modules():
         if isinstance(module, LoraLinear):
@@ -416,17 +491,6 @@ def _unsupported(decoder: Decoder) -> str | None:
         if not is_supported:
             return f"{name} is stored or computed in another way"
     return None
-
-
-def _sizes(layer: Layer) -> tuple[float, ...]:
-    """What the structure of a model holds of each of its layers."""
-    heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.attention_scale)
-    return (*heads, layer.intermediate_size)
-
-
-def _rotated_widths(config: ModelConfig) -> set[int]:
-    """How many numbers of a head turn, in the layers that rotate."""
-    return {layer.rotation.width for layer in layers(config) if layer.rotation is not None}
 
 
 @functools.cache

@@ -37,6 +37,7 @@ enum QueryNorm { NONE, HEAD, ROTATED_HEAD, FULL };
 struct Half { uint16_t bits; };  // bfloat16
 enum Kind { FLOAT32, BFLOAT16, INT8 };
 enum Activation { SILU, GELU, GELU_TANH, RELU, RELU2 };
+enum Mixer { ATTENTION, DELTA_NET, SHORT_CONVOLUTION };
 
 struct Matrix {  // weight [outputs, inputs]; LoRA adds B A, whose rank is a multiple of LANES, or 0
     const void *weight;
@@ -45,20 +46,31 @@ struct Matrix {  // weight [outputs, inputs]; LoRA adds B A, whose rank is a mul
 };
 struct Norm { const float *gain, *bias; Long centered; double eps; };  // no gain: nothing is normed
 struct Layer {
-    Matrix q, k, v, o, gate, up, down;
-    Norm before_attention, after_attention, before_mlp, after_mlp, q_norm, k_norm;
+    // Of a delta net q makes queries, keys and values, k the gate of what is read, v strengths; of a short convolution q
+    // makes both gates and what is convolved. o is the way back to the residual stream.
+    Matrix q, k, v, decay, o, gate, up, down;
+    Norm before_attention, after_attention, before_mlp, after_mlp, q_norm, k_norm;  // q_norm: also of what a delta net reads
     const float *cos, *sin;  // [positions, half]; null: nothing rotates
     const float *growth;     // [positions], of queries; null: 1
     void *keys, *values;     // [slots, kv_heads, capacity, width]; a ring where more positions than `capacity` came
     Long capacity;
+    // Heads of queries, or of values; heads of keys, and their width; numbers of it that turn, halved.
+    Long mixer, inner, heads, kv_heads, width, value_width, half;
+    Long gated;              // q makes, head by head, a query and the gate of its output
+    const float *taps, *tap_bias;      // [kernel, C]: of the oldest token first
+    const float *step_bias, *rate;     // [heads]: exp(rate softplus(decay + step_bias)) of a state is left
+    void *convolved;         // [slots, kernel - 1, C]: before the new token
+    float *memory;           // [slots, heads, width, value_width]
+    Long kernel;
+    float scale;             // of attention
 };
 struct Model {
     const Layer *layers;
     Norm norm;
     Matrix head;
-    Long num_layers, hidden, inner, heads, kv_heads, width, half, activation, cache_kind, qk_norm;
+    Long num_layers, hidden, activation, cache_kind, qk_norm;
     Long interleave, shared_norm;  // neighbors rotate, not halves; the MLP reads what attention reads
-    float scale, softcap;  // of attention; no soft-cap: 0
+    float softcap;         // of attention; none: 0
     float multiplier;      // of what is added to the residual stream
 };
 
@@ -174,6 +186,7 @@ static inline Floats exponential(Floats x) {
     p = p * r * r + r + 1.0f;
     return p * (Floats)((__builtin_convertvector(n, Ints) + 127) << 23);
 }
+static inline Floats sigmoid(Floats x) { return 1.0f / (1.0f + exponential(-x)); }
 
 // R rows of a matrix times N inputs. One chain of sums for each product, whatever R and N are. The processor does not
 // see by itself that the rows after these come next: what will be needed of them is asked for.
@@ -347,13 +360,13 @@ static inline void mix(const T *values, Long width, Long seen, const float *shar
 }
 
 template <class T>
-static void attend(const Model &model, const T *keys, const T *values, Long seen, const float *q, float *scores, float *y) {
-    Long width = model.width, at = 0;
+static void attend(const Model &model, const Layer &layer, const T *keys, const T *values, Long seen, const float *q, float *scores, float *y) {
+    Long width = layer.width, at = 0;
     for (; at + ROWS <= seen; at += ROWS) score<T, ROWS>(keys + at * width, width, q, scores + at);
     for (; at < seen; at++) score<T, 1>(keys + at * width, width, q, scores + at);
     float most = -INFINITY;
     for (Long s = 0; s < seen; s++) {
-        float score = scores[s] * model.scale;
+        float score = scores[s] * layer.scale;
         scores[s] = model.softcap ? model.softcap * std::tanh(score / model.softcap) : score;
         most = std::max(most, scores[s]);
     }
@@ -371,14 +384,151 @@ static void attend(const Model &model, const T *keys, const T *values, Long seen
     for (; i < width; i += LANES) mix<T, 1>(values + i, width, seen, scores, whole, y + i);
 }
 
+// `width` numbers of a token, a multiple of LANES, convolved with those of the tokens before it, whose place it takes.
+template <class T>
+static void convolve(const Layer &layer, T *past, Long channels, Long channel, const float *x, Long width, float *y) {
+    for (Long i = 0; i < width; i += LANES) {
+        Floats sum = layer.tap_bias ? load(layer.tap_bias + channel + i) : Floats{};
+        for (Long tap = 0; tap + 1 < layer.kernel; tap++)
+            sum += load(past + tap * channels + channel + i) * load(layer.taps + tap * channels + channel + i);
+        store(y + i, sum + load(x + i) * load(layer.taps + (layer.kernel - 1) * channels + channel + i));
+    }
+    for (Long tap = 0; tap + 2 < layer.kernel; tap++)
+        memcpy(past + tap * channels + channel, past + (tap + 1) * channels + channel, width * sizeof(T));
+    for (Long i = 0; i < width && layer.kernel > 1; i++) put(past + (layer.kernel - 2) * channels + channel + i, x[i]);
+}
+
+static float unit_scale(const float *x, Long width) {
+    Floats squares = {};
+    for (Long i = 0; i < width; i += LANES) squares += load(x + i) * load(x + i);
+    return 1.0f / std::sqrt(sum(squares) + 1e-6f);
+}
+
+// R registers of a value head's state: forget, find what the key has, write what it lacks, read with the query.
+template <Long R>
+static inline void remember(float *state, Long E, Long F, const float *q, const float *k, const float *v, float left, float beta, float *y) {
+    Floats found[R] = {}, written[R], read[R] = {};
+    for (Long e = 0; e < E; e++)
+#pragma GCC unroll 4
+        for (Long r = 0; r < R; r++) found[r] += k[e] * load(state + e * F + r * LANES);
+    for (Long r = 0; r < R; r++) written[r] = (load(v + r * LANES) - left * found[r]) * beta;
+    for (Long e = 0; e < E; e++)
+#pragma GCC unroll 4
+        for (Long r = 0; r < R; r++) {
+            Floats kept = load(state + e * F + r * LANES) * left + k[e] * written[r];
+            store(state + e * F + r * LANES, kept);
+            read[r] += q[e] * kept;
+        }
+    for (Long r = 0; r < R; r++) store(y + r * LANES, read[r]);
+}
+
+// What a layer's projections made of the tokens: [count, outputs] of each matrix.
+struct Projected { const float *q, *k, *v, *decay; };
+struct Run { Long slot, first, last; };  // tokens of one text, in order
+
+// A key head of one text in a delta net, with its value heads: into `mixed` [count, heads value_width].
+template <class T>
+static void delta_head(const Layer &layer, const Run &tokens, Long key_head, const Projected &projected, float *row, float *mixed) {
+    const Long E = layer.width, F = layer.value_width, keys = layer.kv_heads * E, group = layer.heads / layer.kv_heads;
+    const Long channels = layer.q.outputs, values = group * F, width = layer.heads * F;
+    float *q = row, *k = q + E, *v = k + E;
+    T *past = (T *)layer.convolved + tokens.slot * (layer.kernel - 1) * channels;
+    for (Long t = tokens.first; t < tokens.last; t++) {
+        const float *from = projected.q + t * channels;
+        Long at[] = {key_head * E, keys + key_head * E, 2 * keys + key_head * values};
+        convolve(layer, past, channels, at[0], from + at[0], E, q);
+        convolve(layer, past, channels, at[1], from + at[1], E, k);
+        convolve(layer, past, channels, at[2], from + at[2], values, v);
+        for (Long i = 0; i < 2 * E + values; i += LANES) store(row + i, load(row + i) * sigmoid(load(row + i)));
+        float q_scale = unit_scale(q, E) / std::sqrt((float)E), k_scale = unit_scale(k, E);
+        for (Long i = 0; i < E; i += LANES) { store(q + i, load(q + i) * q_scale); store(k + i, load(k + i) * k_scale); }
+        for (Long g = 0; g < group; g++) {
+            Long head = key_head * group + g, gate = t * layer.heads + head;
+            float step = projected.decay[gate] + layer.step_bias[head];
+            step = step > 20.0f ? step : std::log1p(std::exp(step));  // softplus, as in PyTorch
+            float left = std::exp(layer.rate[head] * step), beta = 1.0f / (1.0f + std::exp(-projected.v[gate]));
+            float *state = layer.memory + (tokens.slot * layer.heads + head) * E * F, *y = mixed + t * width + head * F;
+            Long i = 0;
+            for (; i + 4 * LANES <= F; i += 4 * LANES) remember<4>(state + i, E, F, q, k, v + g * F + i, left, beta, y + i);
+            for (; i < F; i += LANES) remember<1>(state + i, E, F, q, k, v + g * F + i, left, beta, y + i);
+            normed(layer.q_norm, y, F, y);
+            const float *z = projected.k + t * width + head * F;
+            for (i = 0; i < F; i += LANES) store(y + i, load(y + i) * load(z + i) * sigmoid(load(z + i)));
+        }
+    }
+}
+
+// Some numbers of one text in a short convolution: the gates before and after it, and what is convolved.
+template <class T>
+static void convolution_part(const Layer &layer, const Run &tokens, Long channel, Long size, const Projected &projected, float *row,
+                             float *mixed) {
+    const Long channels = layer.o.inputs;
+    T *past = (T *)layer.convolved + tokens.slot * (layer.kernel - 1) * channels;
+    for (Long t = tokens.first; t < tokens.last; t++) {
+        const float *before = projected.q + t * layer.q.outputs + channel, *after = before + channels, *x = after + channels;
+        float *into = mixed + t * channels + channel;
+        for (Long i = 0; i < size; i += LANES) store(row + i, load(before + i) * load(x + i));
+        convolve(layer, past, channels, channel, row, size, into);
+        for (Long i = 0; i < size; i += LANES) store(into + i, load(into + i) * load(after + i));
+    }
+}
+
+// A query head, or a head of keys or values, normed and turned: queries to `turned_q`, the others to the cache.
+template <class T>
+static void place_head(const Model &model, const Layer &layer, Long t, Long head, Long slot, Long position, const Projected &projected,
+                       float *whole, float *scratch, float *turned_q) {
+    const Long heads = layer.heads, kv = layer.kv_heads, width = layer.width;
+    const float *cos = layer.cos ? layer.cos + position * layer.half : nullptr;
+    const float *sin = layer.sin ? layer.sin + position * layer.half : nullptr;
+    const bool query = head < heads, key = !query && head < heads + kv;
+    const Long own = query ? head : (head - heads) % kv, apart = query && layer.gated ? 2 * width : width;
+    const Matrix &matrix = query ? layer.q : key ? layer.k : layer.v;
+    const float *from = (query ? projected.q : key ? projected.k : projected.v) + t * matrix.outputs + own * apart;
+    const Norm &norm = query ? layer.q_norm : layer.k_norm;
+    if ((query || key) && norm.gain && model.qk_norm == FULL) {
+        normed(norm, from - own * width, matrix.outputs, whole);
+        from = whole + own * width;
+    } else if ((query || key) && norm.gain && model.qk_norm == HEAD) {
+        normed(norm, from, width, whole);
+        from = whole;
+    }
+    float *final = query ? turned_q + (t * heads + own) * width : scratch;
+    turned(from, width, layer.half, query || key ? cos : nullptr, sin, model.interleave, final);
+    if ((query || key) && norm.gain && model.qk_norm == ROTATED_HEAD) normed(norm, final, width, final);
+    if (query) {
+        if (layer.growth) for (Long i = 0; i < width; i++) final[i] *= layer.growth[position];
+        return;
+    }
+    T *into = (T *)(key ? layer.keys : layer.values);
+    into += ((slot * kv + own) * layer.capacity + position % layer.capacity) * width;
+    for (Long i = 0; i < width; i++) put(into + i, final[i]);
+}
+
 template <class T>
 static void run(const Model &model, Long count, const Long *slots, const Long *positions, const float *embedded,
                 Long num_wanted, const Long *wanted, float *logits, Long threads) {
-    const Long hidden = model.hidden, width = model.width, heads = model.heads, kv = model.kv_heads;
-    const Long queries = heads * width, narrow = kv * width;
-    std::vector<float> q(count * queries), k(count * narrow), v(count * narrow), turned_q(count * queries);
-    std::vector<float> mixed(count * queries), y(count * hidden), z(count * hidden);
-    std::vector<float> gate(count * model.inner), up(count * model.inner);
+    const Long hidden = model.hidden;
+    // What the widest layer makes.
+    Long wide_q = 0, wide_k = 0, wide_v = 0, wide_decay = 0, wide_mixed = 0, inner = 0, row = 0;
+    for (Long at = 0; at < model.num_layers; at++) {
+        const Layer &layer = model.layers[at];
+        wide_q = std::max(wide_q, layer.q.outputs);
+        wide_k = std::max(wide_k, layer.k.outputs);
+        wide_v = std::max(wide_v, layer.v.outputs);
+        wide_decay = std::max(wide_decay, layer.decay.outputs);
+        wide_mixed = std::max(wide_mixed, layer.o.inputs);
+        inner = std::max(inner, layer.inner);
+        row = std::max({row, layer.q.outputs, layer.k.outputs, layer.width});
+    }
+    std::vector<float> q(count * wide_q), k(count * wide_k), v(count * wide_v), decay(count * wide_decay);
+    std::vector<float> turned_q(count * wide_mixed), mixed(count * wide_mixed), y(count * hidden), z(count * hidden);
+    std::vector<float> gate(count * inner), up(count * inner);
+    const Projected projected = {q.data(), k.data(), v.data(), decay.data()};
+    std::vector<Run> texts;
+    for (Long t = 0; t < count; t++) {
+        if (t && slots[t] == slots[t - 1]) texts.back().last = t + 1;
+        else texts.push_back({slots[t], t, t + 1});
+    }
     Long longest = *std::max_element(positions, positions + count) + 1 + LANES;
 #pragma omp parallel num_threads(threads)
     {
@@ -387,8 +537,8 @@ static void run(const Model &model, Long count, const Long *slots, const Long *p
         thread = omp_get_thread_num(); team = omp_get_num_threads();
 #endif
         // Each thread keeps the residual stream: norming it again costs less than waiting for another's.
-        std::vector<float> x(embedded, embedded + count * hidden), n(count * hidden), scores(std::max(longest, width));
-        std::vector<float> whole(std::max(queries, narrow));
+        std::vector<float> x(embedded, embedded + count * hidden), n(count * hidden), scores(std::max(longest, row));
+        std::vector<float> whole(row);
         auto norm_all = [&](const Norm &norm) {
             for (Long t = 0; t < count; t++) {
                 if (norm.gain) normed(norm, &x[t * hidden], hidden, &n[t * hidden]);
@@ -404,59 +554,53 @@ static void run(const Model &model, Long count, const Long *slots, const Long *p
         };
         for (Long at = 0; at < model.num_layers; at++) {
             const Layer &layer = model.layers[at];
+            const Long heads = layer.heads, kv = layer.kv_heads, width = layer.width;
             norm_all(layer.before_attention);
             product(layer.q, n.data(), count, q.data(), thread, team);
-            product(layer.k, n.data(), count, k.data(), thread, team);
-            product(layer.v, n.data(), count, v.data(), thread, team);
+            if (layer.k.weight) product(layer.k, n.data(), count, k.data(), thread, team);
+            if (layer.v.weight) product(layer.v, n.data(), count, v.data(), thread, team);
+            if (layer.decay.weight) product(layer.decay, n.data(), count, decay.data(), thread, team);
 #pragma omp barrier
-            Part items = part_of(count * (heads + 2 * kv), 1, thread, team);
-            for (Long item = items.first; item < items.last; item++) {
-                Long t = item / (heads + 2 * kv), head = item % (heads + 2 * kv), position = positions[t];
-                const float *cos = layer.cos ? layer.cos + position * model.half : nullptr;
-                const float *sin = layer.sin ? layer.sin + position * model.half : nullptr;
-                bool query = head < heads, key = !query && head < heads + kv;
-                Long own = query ? head : (head - heads) % kv;
-                const float *from = (query ? &q[t * queries] : key ? &k[t * narrow] : &v[t * narrow]) + own * width;
-                const Norm &norm = query ? layer.q_norm : layer.k_norm;
-                if ((query || key) && norm.gain && model.qk_norm == FULL) {
-                    normed(norm, from - own * width, query ? queries : narrow, whole.data());
-                    from = whole.data() + own * width;
-                } else if ((query || key) && norm.gain && model.qk_norm == HEAD) {
-                    normed(norm, from, width, whole.data());
-                    from = whole.data();
+            if (layer.mixer == DELTA_NET) {
+                Part items = part_of((Long)texts.size() * kv, 1, thread, team);
+                for (Long item = items.first; item < items.last; item++)
+                    delta_head<T>(layer, texts[item / kv], item % kv, projected, whole.data(), mixed.data());
+            } else if (layer.mixer == SHORT_CONVOLUTION) {
+                Long parts = layer.o.inputs / BLOCK;
+                Part items = part_of((Long)texts.size() * parts, 1, thread, team);
+                for (Long item = items.first; item < items.last; item++)
+                    convolution_part<T>(layer, texts[item / parts], item % parts * BLOCK, BLOCK, projected, whole.data(), mixed.data());
+            } else {
+                Part items = part_of(count * (heads + 2 * kv), 1, thread, team);
+                for (Long item = items.first; item < items.last; item++) {
+                    Long t = item / (heads + 2 * kv);
+                    place_head<T>(model, layer, t, item % (heads + 2 * kv), slots[t], positions[t], projected, whole.data(),
+                                  scores.data(), turned_q.data());
                 }
-                float *final = query ? &turned_q[t * queries + own * width] : scores.data();  // not used yet
-                turned(from, width, model.half, query || key ? cos : nullptr, sin, model.interleave, final);
-                if ((query || key) && norm.gain && model.qk_norm == ROTATED_HEAD) normed(norm, final, width, final);
-                if (query) {
-                    if (layer.growth) for (Long i = 0; i < width; i++) final[i] *= layer.growth[position];
-                    continue;
-                }
-                T *into = (T *)(key ? layer.keys : layer.values);
-                into += ((slots[t] * kv + own) * layer.capacity + position % layer.capacity) * width;
-                for (Long i = 0; i < width; i++) put(into + i, final[i]);
-            }
 #pragma omp barrier
-            items = part_of(count * heads, 1, thread, team);
-            for (Long item = items.first; item < items.last; item++) {
-                Long t = item / heads, head = item % heads;
-                Long first_key = (slots[t] * kv + head / (heads / kv)) * layer.capacity * width;
-                attend<T>(model, (const T *)layer.keys + first_key, (const T *)layer.values + first_key,
-                          std::min(positions[t] + 1, layer.capacity), &turned_q[item * width], scores.data(),
-                          &mixed[item * width]);
+                items = part_of(count * heads, 1, thread, team);
+                for (Long item = items.first; item < items.last; item++) {
+                    Long t = item / heads, head = item % heads;
+                    Long first_key = (slots[t] * kv + head / (heads / kv)) * layer.capacity * width;
+                    float *into = &mixed[item * width];
+                    attend<T>(model, layer, (const T *)layer.keys + first_key, (const T *)layer.values + first_key,
+                              std::min(positions[t] + 1, layer.capacity), &turned_q[item * width], scores.data(), into);
+                    const float *opened = &q[t * layer.q.outputs + (2 * head + 1) * width];
+                    for (Long i = 0; i < width && layer.gated; i += LANES) store(into + i, load(into + i) * sigmoid(load(opened + i)));
+                }
             }
 #pragma omp barrier
             product(layer.o, mixed.data(), count, y.data(), thread, team);
 #pragma omp barrier
             add(y, layer.after_attention);
             if (!model.shared_norm) norm_all(layer.before_mlp);  // else n still has what attention read
-            Part own = part_of(model.inner, ROWS, thread, team);
+            Part own = part_of(layer.inner, ROWS, thread, team);
             if (layer.gate.weight) product(layer.gate, n.data(), count, gate.data(), thread, team);
             product(layer.up, n.data(), count, up.data(), thread, team);
             for (Long t = 0; t < count; t++) {
-                float *inner = &up[t * model.inner], *opened = layer.gate.weight ? &gate[t * model.inner] : inner;
+                float *made = &up[t * layer.inner], *opened = layer.gate.weight ? &gate[t * layer.inner] : made;
                 activate(model.activation, opened + own.first, own.last - own.first);
-                if (opened != inner) for (Long i = own.first; i < own.last; i++) inner[i] *= opened[i];
+                if (opened != made) for (Long i = own.first; i < own.last; i++) made[i] *= opened[i];
             }
 #pragma omp barrier
             product(layer.down, up.data(), count, z.data(), thread, team);
