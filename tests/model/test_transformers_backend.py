@@ -26,7 +26,6 @@ from bloomery.model.io.weights import (
     read_model,
     write_model,
 )
-from bloomery.model.transformers_checks import check_rows
 from foreign_models import SIZES, saved_model
 
 LACKED = sorted(set(SIZES) - {"llama"})
@@ -98,19 +97,6 @@ def test_documents_of_a_row_do_not_see_each_other(kind: str, tmp_path: Path) -> 
         (their_model(TOKENS[:, :10]).logits, their_model(TOKENS[:, 10:]).logits), 1
     )
     torch.testing.assert_close(packed_logits, separate_logits, atol=1e-4, rtol=0)
-
-
-def test_an_architecture_without_a_mask_of_documents_says_which_layout_it_needs(
-    tmp_path: Path,
-) -> None:
-    sizes = {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}
-    SIZES["bloom"] = sizes
-    saved_model("bloom", tmp_path)
-    model = load_decoder(tmp_path)
-    check_rows(model, 1e-3, packed=False)
-    with pytest.raises(UserError, match="no mask of documents"):
-        check_rows(model, 1e-3, packed=True)
-    del SIZES["bloom"]
 
 
 @pytest.mark.parametrize("kind", ["gpt_neox", "opt", "mpt"])

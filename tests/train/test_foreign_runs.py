@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from bloomery.core.errors import UserError
 from bloomery.model.configs import build_config, read_config
 from bloomery.model.io.weights import load_decoder
 from bloomery.plan.types import RunPlan
@@ -206,16 +205,15 @@ def test_a_known_family_has_the_same_losses_through_transformers(prepared, bases
         assert through.losses()[step] == pytest.approx(loss, abs=1e-4)
 
 
-def test_an_architecture_that_takes_no_mask_trains_in_padded_rows(prepared, bases, tmp_path):
-    Run(
-        foreign_plan(prepared, bases["mpt"], model={"attention": "math"}, train={"steps": 2}),
-        tmp_path / "packed",
-    )
+def test_an_architecture_that_takes_no_mask_computes_packed_documents_as_rows(
+    prepared, bases, tmp_path
+):
     SIZES["bloom"] = {"vocab_size": 300, "hidden_size": 32, "n_layer": 2, "n_head": 4}
     saved_model("bloom", base := tmp_path / "bloom")
     del SIZES["bloom"]
-    with pytest.raises(UserError, match="no mask of documents"):
-        Run(foreign_plan(prepared, base, model={"attention": "math"}), tmp_path / "refused")
-    sections = {"model": {"attention": "math"}, "data": {"layout": "padded"}, "train": {"steps": 5}}
-    run = resumed_bitwise(foreign_plan(prepared, base, **sections), tmp_path)
+    plan = foreign_plan(prepared, base, model={"attention": "mask"}, train={"steps": 5})
+    assert plan.model.config.transformers_backend.documents == "rows"
+    run = resumed_bitwise(plan, tmp_path)
     assert run.losses()[5] < run.losses()[1]
+    (line,) = (warning.reason for warning in run.warnings())
+    assert "a row of its own" in line and "% of what" in line

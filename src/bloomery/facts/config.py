@@ -10,6 +10,8 @@ NormKind = Literal["rms", "rms_unit_offset", "layer", "layer_unit_offset"]
 QueryNorm = Literal["none", "head", "rotated_head", "full"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 RopeKind = Literal["linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
+# How transformers' layers keep the documents of a row apart.
+DocumentWay = Literal["positions", "masks", "mask", "rows"]
 Mixer = Literal["attention", "delta_net", "short_convolution"]  # mixes the tokens of a sequence
 
 
@@ -50,7 +52,9 @@ class TransformersBackend:
 
     `parameters`: our name, the files' name and the shape of each; `matrices`: the linear maps of layers as
     `counting.Matrix` has them, each as the first layer with it has it (another may have its own size, or none);
-    `factor`: of the last hidden states, before the head.
+    `factor`: of the hidden states that the output matrix reads. `documents`: how those of one row are kept apart, by
+    positions that begin anew, by the mask of each kind of layer, by one mask, or as rows of their own. `cache`: whether
+    transformers' own continues a text, or the text is read again for each token.
     """
 
     raw_config: str  # its config.json
@@ -59,6 +63,9 @@ class TransformersBackend:
     matrices: tuple[tuple[str, int, int, bool], ...]
     architecture: str = ""  # the name of its class in transformers
     factor: float = 1.0
+    documents: DocumentWay = "positions"
+    documents_reason: str = ""  # why they are rows of their own
+    cache: Literal["own", "none"] = "own"
     safe_reason: str = ""  # why transformers itself loads the weights; empty: it does not
 
 

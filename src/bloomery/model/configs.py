@@ -46,7 +46,6 @@ OTHER_MODEL = "choose a language model that decodes text, from left to right"
 SIZES = {
     "intermediate_size": ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"),
     "max_positions": ("max_position_embeddings", "max_seq_len", "seq_length", "n_positions"),
-    "num_kv_heads": ("num_key_value_heads", "num_kv_heads"),
 }
 
 
@@ -113,14 +112,19 @@ def _probed(raw_config: str, where: str) -> ModelConfig:
         Unlike,
         blank_model,
         computed_buffers,
+        decoded,
+        layer_list,
         transformers_facts,
     )
+    from bloomery.model.transformers_trial import trial
 
     # The model is built without memory for its matrices: its modules say whether they fit.
-    fields = _fields(json.loads(raw_config), where)
+    fields = _fields(decoded(json.loads(raw_config)), where)
     sizes = _sizes(fields)
     try:
         model, attention = blank_model(raw_config)
+        # A layer is what the model has in its list, whatever its config counts.
+        sizes["num_layers"] = len(layer_list(model, sizes["num_layers"]))
         facts = transformers_facts(model, sizes["num_layers"])
     except Unlike as error:
         raise UserError(
@@ -146,18 +150,21 @@ def _probed(raw_config: str, where: str) -> ModelConfig:
     except Unlike as error:
         safe_reason = str(error)
 
-    # The native head follows transformers' tying and its factors of hidden states.
     output_weight = model.get_output_embeddings().weight
     is_tied = output_weight is model.get_input_embeddings().weight
-    factor = fields.number("logit_scale", default=1.0) / fields.number(
-        "logits_scaling", low=1e-6, default=1.0
-    )
     activation = fields.get("hidden_act") or fields.get("activation_function") or "gelu"
     token_ids = {
         key: fields.token(key, sizes["vocab_size"])
         for key in ("bos_token_id", "eos_token_id", "pad_token_id")
     }
     common_facts: dict[str, Any] = {**sizes, **token_ids}
+    backend = TransformersBackend(
+        raw_config=raw_config,
+        architecture=type(model).__name__,
+        attention=attention,
+        safe_reason=safe_reason,
+        **facts,
+    )
     config = ModelConfig(
         family=fields.get("model_type"),
         **common_facts,
@@ -165,16 +172,27 @@ def _probed(raw_config: str, where: str) -> ModelConfig:
         gated_mlp=any("gate" in name for name, *_ in facts["matrices"]),
         activation=ACTIVATIONS.get(str(activation), "gelu"),
         tie_embeddings=is_tied,
-        final_softcap=fields.optional_number("final_logit_softcapping"),
         attention_dropout=fields.number("attention_dropout", high=0.999, default=0.0),
         sliding_window=_windows(fields, sizes["num_layers"]),
-        transformers_backend=TransformersBackend(
-            raw_config=raw_config,
-            architecture=type(model).__name__,
-            attention=attention,
-            factor=factor,
-            safe_reason=safe_reason,
-            **facts,
+        transformers_backend=backend,
+    )
+
+    # What its modules do, a tiny model of the same class shows: its head, its documents, its cache.
+    try:
+        tried = trial(raw_config, attention, config)
+    except Unlike as error:
+        raise UserError(
+            f"transformers' layers do not fit here: {error}", where=where, fix=OTHER_MODEL
+        ) from error
+    config = replace(
+        config,
+        final_softcap=tried.softcap,
+        transformers_backend=replace(
+            backend,
+            factor=tried.factor,
+            documents=tried.documents,
+            documents_reason=tried.documents_reason,
+            cache=tried.cache,
         ),
     )
     return checked_config(config, where=where)
@@ -216,30 +234,41 @@ def _fields(config_json: dict[str, Any], where: str) -> Fields:
 def _sizes(fields: Fields) -> dict[str, int]:
     def size_by_any_name(native_name: str, default: int) -> int:
         names = SIZES[native_name]
-        name = next((name for name in names if isinstance(fields.get(name), int)), names[0])
-        return fields.size(name, LARGEST[native_name], default=default)
+        sizes = (_largest(fields.get(name)) for name in names)
+        size = next((size for size in sizes if size is not None), default)
+        return min(size, LARGEST[native_name])
 
     width = fields.size("hidden_size", LARGEST["hidden_size"])
-    heads = fields.size("num_attention_heads", 2**16)
+    # Layers without attention have no heads, and some architectures a number for each layer.
+    heads = _largest(fields.get("num_attention_heads")) or 1
+    kv_heads = _largest(fields.get("num_key_value_heads")) or _largest(fields.get("num_kv_heads"))
+    if kv_heads is None or kv_heads > heads or heads % kv_heads:
+        kv_heads = heads
     return {
         "vocab_size": fields.size("vocab_size", LARGEST["vocab_size"]),
         "hidden_size": width,
         "num_heads": heads,
-        "num_layers": fields.size("num_hidden_layers", LARGEST["num_layers"]),
+        "num_layers": fields.size("num_hidden_layers", LARGEST["num_layers"], default=1),
         "intermediate_size": size_by_any_name("intermediate_size", 4 * width),
-        "num_kv_heads": size_by_any_name("num_kv_heads", heads),
+        "num_kv_heads": kv_heads,
         "head_dim": fields.size("head_dim", LARGEST["head_dim"], default=max(2, width // heads)),
         "max_positions": size_by_any_name("max_positions", 2048),
     }
+
+
+def _largest(value: Any) -> int | None:
+    """A positive whole number, or the largest of a list; None for anything else."""
+    numbers = value if isinstance(value, list | tuple) else [value]
+    return max((number for number in numbers if type(number) is int and number > 0), default=None)
 
 
 def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     """The window of each layer, None without one, from transformers' common keys."""
     window = fields.get("sliding_window")
     layer_types = fields.get("layer_types")
-    if not isinstance(window, int) or fields.get("use_sliding_window") is False:
+    if type(window) is not int or window < 1 or fields.get("use_sliding_window") is False:
         return ()
-    if not isinstance(layer_types, list):
+    if not isinstance(layer_types, list) or len(layer_types) < num_layers:
         return (window,) * num_layers
     return tuple(
         window if layer_type == "sliding_attention" else None
@@ -259,7 +288,17 @@ def read_config(folder: Path, implementation: str = "auto") -> ModelConfig:
     where = str(folder / "config.json")
     refuse_experts(config_json, where=where)
     is_native = choose_implementation(config_json, implementation) == "native"
-    config = read_as(config_json, is_native=is_native, where=where)
+    try:
+        config = read_as(config_json, is_native=is_native, where=where)
+    except UserError as refusal:
+        # A known family with a setting that its native implementation lacks is computed by transformers.
+        if implementation != "auto" or not is_native or find_spec("transformers") is None:
+            raise
+        try:
+            config = transformers_config(config_json, where=where)
+        except UserError:
+            raise refusal from None
+        is_native = False
     # transformers ties no weights that differ in the files, whatever config.json says.
     if config.tie_embeddings and config.head == "tokens" and has_own_head(folder):
         untied_json = {**text_part(config_json), "tie_word_embeddings": False}

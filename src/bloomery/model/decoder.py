@@ -27,7 +27,7 @@ from bloomery.model.mixers.delta_net import GatedDeltaNet
 from bloomery.model.mixers.short_convolution import GatedShortConvolution
 from bloomery.model.norms import build_norm, widened, working_dtype
 from bloomery.model.rope import Frequencies, Rotary, rotary_tables
-from bloomery.model.transformers_backend import TransformersBackbone, output_matrix
+from bloomery.model.transformers_backend import TransformersBackbone
 
 ALL_LOGITS = Logits()
 VALUE_HEAD = "value_head.weight"  # a parameter that training adds, and no file of a model has
@@ -420,7 +420,7 @@ class Decoder(nn.Module):
         backend = attention or plain_backend(config)
         if config.transformers_backend is not None:
             self.model = TransformersBackbone(config, backend)
-            self.lm_head = output_matrix(self.model.reference)
+            self.lm_head = self.model.head
         elif config.head == "values":
             self.model = Backbone(config, backend)
             self.score = nn.Linear(config.hidden_size, 1, bias=False)

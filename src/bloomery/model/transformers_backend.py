@@ -6,18 +6,22 @@ that plans, adapters, quantized weights and files treat them like native ones.
 
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 
+from bloomery.core.device import sent
 from bloomery.core.errors import UserError
-from bloomery.facts.config import ModelConfig, whole_model
+from bloomery.facts.config import DocumentWay, ModelConfig, whole_model
 from bloomery.model.cache import Cache
+from bloomery.model.document_rows import DocumentGroup, document_groups
 
 IMPLEMENTATIONS = ("sdpa", "eager")  # of attention, the better first
 
@@ -36,12 +40,30 @@ class _MatricesOnMeta(TorchFunctionMode):
         return func(*args, **options)
 
 
+def decoded(value: Any) -> Any:
+    """A config.json's value with the numbers that JSON has no words for, which transformers writes as objects."""
+    if isinstance(value, dict) and set(value) == {"__float__"}:
+        return float(value["__float__"])
+    if isinstance(value, dict):
+        return {key: decoded(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [decoded(entry) for entry in value]
+    return value
+
+
+def built_config(raw_config: str) -> Any:
+    """Transformers' config of a config.json. Raises what its class raises."""
+    from transformers import CONFIG_MAPPING
+
+    settings = decoded(json.loads(raw_config))
+    return CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
+
+
 def blank_model(raw_config: str, attention: str | None = None) -> tuple[Any, str]:
     """Transformers' model of a config.json without memory for its matrices, and its attention. Raises ValueError."""
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    settings = json.loads(raw_config)
-    config = CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
+    config = built_config(raw_config)
     build: Any = AutoModelForCausalLM.from_config
     candidates = IMPLEMENTATIONS if attention is None else (attention,)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), _MatricesOnMeta():
@@ -56,48 +78,90 @@ def blank_model(raw_config: str, attention: str | None = None) -> tuple[Any, str
     return model, candidates[-1]
 
 
+def layer_list(reference: Any, num_layers: int | None) -> nn.ModuleList:
+    """Its layers: the first list of as many modules, else the list with the most parameters. Raises Unlike."""
+    lists = [
+        module
+        for module in reference.base_model.modules()
+        if isinstance(module, nn.ModuleList) and len(module) > 0
+    ]
+    for layers in lists:
+        if len(layers) == num_layers:
+            return layers
+    if not lists:
+        raise Unlike("it has no list of layers")
+    return max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
+
+
 def parts(reference: Any, num_layers: int) -> dict[str, nn.Module]:
-    """The modules of transformers' model from tokens to the last hidden states, by native names.
+    """The modules of transformers' model but for its output matrix, by native names.
 
     Raises Unlike for an unsupported structure.
     """
-    base = reference.base_model
     embedding = reference.get_input_embeddings()
     output = reference.get_output_embeddings()
-    layer_lists = (
-        module
-        for module in base.modules()
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers
-    )
-    layers = next(layer_lists, None)
-    if layers is None or embedding is None or output is None or base is reference:
-        raise Unlike(
-            f"it has no list of {num_layers} layers between an embedding and an output matrix"
-        )
+    if embedding is None or output is None:
+        raise Unlike("it has no embedding of tokens, or no output matrix")
+    layers = layer_list(reference, num_layers)
+    if any(embedding is inner or output is inner for inner in layers.modules()):
+        raise Unlike("its embedding or its output matrix is inside a layer")
 
     native_names = {id(embedding): "embed_tokens", id(layers): "layers"}
-    modules = {"embed_tokens": embedding, "layers": layers}
-    modules |= dict(_children(base, native_names))
-
-    # A parameter outside of these modules would be neither trained nor saved.
-    covered = {
-        id(parameter) for module in (*modules.values(), output) for parameter in module.parameters()
-    }
-    for name, parameter in reference.named_parameters():
-        if id(parameter) not in covered:
-            raise Unlike(f"{name} is in none of its modules")
+    modules: dict[str, nn.Module] = {"embed_tokens": embedding, "layers": layers}
+    for path, child in _children(reference, (), {*native_names, id(output)}):
+        if child is output:
+            continue
+        # A module around our parts may have children of the same name as another one.
+        name = native_names.get(id(child), path[-1])
+        if modules.get(name, child) is not child:
+            name = "_".join(path)
+        modules[name] = child
     return modules
 
 
-def _children(module: nn.Module, native_names: dict[int, str]) -> Iterator[tuple[str, nn.Module]]:
-    """Children, and in place of one around the layers or the embedding that one's children."""
+def _children(
+    module: nn.Module, path: tuple[str, ...], native: set[int]
+) -> Iterator[tuple[tuple[str, ...], nn.Module]]:
+    """Children, and in place of one around a native part that one's children and its own parameters."""
     for name, child in module.named_children():
-        if id(child) in native_names:
-            yield native_names[id(child)], child
-        elif any(id(inner) in native_names for inner in child.modules()):
-            yield from _children(child, native_names)
-        else:
-            yield name, child
+        inner_path = (*path, name)
+        is_around = any(id(inner) in native for inner in child.modules())
+        if id(child) in native or not is_around:
+            yield inner_path, child
+            continue
+        yield from _children(child, inner_path, native)
+        if child._parameters:
+            yield (*inner_path, f"{name}_parameters"), _OwnParameters(child)
+
+
+class _OwnParameters(nn.Module):
+    """The parameters of a module without those of its children. Both have one dict: a replaced one is seen by both."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._parameters = module._parameters
+
+
+class _HeadReader(nn.Module):
+    """In place of the output matrix: keeps the hidden states that it would read, and returns one number of each."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__()
+        self._head = (head,)  # in a tuple, where nn.Module does not see it
+        self.hidden: Tensor | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        """Some models cast to the dtype of their head."""
+        return self._head[0].weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self._head[0].bias
+
+    def forward(self, hidden_BTD: Tensor) -> Tensor:
+        self.hidden = hidden_BTD
+        return hidden_BTD[..., :1]
 
 
 @lru_cache(maxsize=1)
@@ -121,12 +185,16 @@ def computed_buffers(raw_config: str, attention: str) -> dict[str, Tensor]:
 
 @final
 class TransformersBackbone(nn.Module):
-    """Everything below the head. `backend`: "sdpa" where each row is one document, else documents are kept apart."""
+    """Everything below the head. `backend`: "sdpa" where each row is one document, else documents are kept apart.
+
+    `documents`: how (`facts.config.TransformersBackend`); a check before the first step may choose "rows".
+    """
 
     embed_tokens: nn.Embedding
     layers: nn.ModuleList
 
-    def __init__(self, config: ModelConfig, backend: str) -> None:
+    def __init__(self, config: ModelConfig, backend: str, *, reference: Any = None) -> None:
+        """`reference`: transformers' model to be made of; else one is made without memory."""
         super().__init__()
         assert config.transformers_backend is not None
         self.config = config
@@ -136,20 +204,49 @@ class TransformersBackbone(nn.Module):
         self.link = None
         self.group = None
         self.transformers_backend = config.transformers_backend
-        reference, _ = blank_model(
-            self.transformers_backend.raw_config, self.transformers_backend.attention
-        )
+        self.documents: DocumentWay = self.transformers_backend.documents
+        self.documents_reason = self.transformers_backend.documents_reason
+        if reference is None:
+            blank_reference, _ = blank_model(
+                self.transformers_backend.raw_config, self.transformers_backend.attention
+            )
+            ties = tied_places(blank_reference)
+            reference = blank_reference.to("meta")  # which unties what was not on it yet
+        else:
+            ties = tied_places(reference)
         # In a tuple, where nn.Module does not see it: only its parts are modules of ours.
-        self._reference = (reference.to("meta"),)
+        self._reference = (reference,)
+        self._ties = ties
+        self._tie()
         for name, module in parts(reference, config.num_layers).items():
             self.add_module(name, module)
-        forward_parameters = inspect.signature(reference.base_model.forward).parameters
-        self._takes_positions = "position_ids" in forward_parameters
+        forward_parameters = inspect.signature(reference.forward).parameters
+        self._takes_positions = "position_ids" in forward_parameters or any(
+            parameter.kind == parameter.VAR_KEYWORD for parameter in forward_parameters.values()
+        )
+        # The decoder has the head: what transformers computes ends with the hidden states that the head reads.
+        self._head = (output_matrix(reference),)
+        self._reader = (_HeadReader(self.head),)
+        reference.set_output_embeddings(self._reader[0])
 
     @property
     def reference(self) -> Any:
-        """Transformers' model, which is made of the same modules and has the output matrix, too."""
+        """Transformers' model, which is made of the same modules; its head keeps what it would read."""
         return self._reference[0]
+
+    @property
+    def head(self) -> nn.Linear:
+        """The output matrix."""
+        return self._head[0]
+
+    @contextmanager
+    def whole(self) -> Iterator[Any]:
+        """Transformers' model with its own head."""
+        self.reference.set_output_embeddings(self.head)
+        try:
+            yield self.reference
+        finally:
+            self.reference.set_output_embeddings(self._reader[0])
 
     def train(self, mode: bool = True) -> "TransformersBackbone":
         """Reaches the modules around our parts, too."""
@@ -157,7 +254,8 @@ class TransformersBackbone(nn.Module):
         return super().train(mode)
 
     def restore(self) -> None:
-        """Computes what files do not hold; where transformers loads the model, it does."""
+        """Ties weights as transformers does, and computes what files do not hold; where it loads the model, it does."""
+        self._tie()
         device = self.embed_tokens.weight.device
         if device.type == "meta" or self.transformers_backend.safe_reason:
             return
@@ -167,6 +265,11 @@ class TransformersBackbone(nn.Module):
             ),
             device,
         )
+
+    def _tie(self) -> None:
+        for (owner, leaf), *others in self._ties:
+            for other_owner, other_leaf in others:
+                other_owner._parameters[other_leaf] = owner._parameters[leaf]
 
     def set_buffers(self, values: dict[str, Tensor], device: torch.device) -> None:
         for name, value in values.items():
@@ -183,51 +286,176 @@ class TransformersBackbone(nn.Module):
         cache: Cache | None,
         borders: object = None,
     ) -> Tensor:
-        """The last hidden states [B, T, D]."""
-        del borders  # its masks are made of the documents
-        embedded_BTD = self.embed_tokens(tokens_BT)
-        inputs: dict[str, Any] = {"inputs_embeds": embedded_BTD, "use_cache": cache is not None}
-        if self._takes_positions:
-            first = 0 if cache is None else cache.length
-            position_T = torch.arange(first, first + tokens_BT.shape[1], device=tokens_BT.device)
-            inputs["position_ids"] = (
-                position_T.expand(tokens_BT.shape) if positions_BT is None else positions_BT
-            )
-        if documents_BT is not None:
-            mask = self._document_mask(documents_BT, embedded_BTD.dtype)
-            if mask is not None:
-                inputs["attention_mask"] = mask
-
-        # The cache keeps transformers' own object for the only row that is read.
+        """The hidden states [B, T, D] that the head reads."""
+        del borders, positions_BT  # its masks and positions are made of the documents
         if cache is not None:
-            from transformers import DynamicCache
-
-            (row,) = cache.rows
-            cache.pasts[row] = cache.pasts[row] or DynamicCache()
-            inputs["past_key_values"] = cache.pasts[row]
-        last_BTD: Tensor = self.reference.base_model(**inputs).last_hidden_state
-        if cache is not None:
-            cache.advance(tokens_BT.shape[1])
-
+            last_BTD = self._continued(tokens_BT, cache)
+        elif documents_BT is None or _is_one_document(documents_BT):
+            last_BTD = self._hidden(tokens_BT)
+        elif self.documents == "rows":
+            last_BTD = self._in_rows(tokens_BT, documents_BT)
+        else:
+            positions_BT = positions_of(documents_BT)
+            mask = self._mask(tokens_BT, positions_BT)
+            last_BTD = self._hidden(tokens_BT, positions_BT=positions_BT, mask=mask)
         factor = self.transformers_backend.factor
         return last_BTD if factor == 1.0 else last_BTD * factor
 
-    def _document_mask(self, documents_BT: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """[B, 1, T, T], earlier positions of the same document: True for sdpa, which masks by itself.
+    def _hidden(
+        self,
+        tokens_BT: Tensor,
+        *,
+        positions_BT: Tensor | None = None,
+        mask: Any = None,
+        past: Any = None,
+    ) -> Tensor:
+        """One forward of transformers' model. Without positions it counts them as its architecture does."""
+        inputs: dict[str, Any] = {"use_cache": past is not None}
+        if self.reference.get_input_embeddings() is self.embed_tokens:
+            inputs["input_ids"] = tokens_BT
+        else:  # an adapter has wrapped the embedding
+            inputs["inputs_embeds"] = self.embed_tokens(tokens_BT)
+        if positions_BT is not None and self._takes_positions:
+            inputs["position_ids"] = positions_BT
+        if mask is not None:
+            inputs["attention_mask"] = mask
+        if past is not None:
+            inputs["past_key_values"] = past
+        self.reference(**inputs)
+        reader = self._reader[0]
+        hidden_BTD: Tensor | None = reader.hidden
+        reader.hidden = None
+        assert hidden_BTD is not None, "the head was not called"
+        return hidden_BTD
 
-        "eager" adds the mask to its scores; there it is None where each row is one document.
-        """
-        if self.transformers_backend.attention == "sdpa":
-            return _same_document(documents_BT)
-        if not bool(documents_BT.amax() > 0):
+    def _continued(self, tokens_BT: Tensor, cache: Cache) -> Tensor:
+        """Appends to the text of the only row that is read."""
+        (row,) = cache.rows
+        past = cache.pasts[row] or TextSoFar()
+        cache.pasts[row] = past
+        old_T = past.tokens.to(tokens_BT.device)
+        past.tokens = torch.cat((old_T, tokens_BT[0]))
+        if self.transformers_backend.cache == "own" and (past.own is not None or not len(old_T)):
+            if past.own is None:
+                past.own = new_cache(self.reference)
+            last_BTD = self._hidden(tokens_BT, past=past.own)
+        else:
+            # All of the text, and what transformers keeps of it where its cache was cut.
+            if self.transformers_backend.cache == "own":
+                past.own = new_cache(self.reference)
+            text_BT = past.tokens[None]
+            hidden_BTD = self._hidden(text_BT, past=past.own)
+            last_BTD = hidden_BTD[:, len(old_T) :]
+        cache.advance(tokens_BT.shape[1])
+        return last_BTD
+
+    def _in_rows(self, tokens_BT: Tensor, documents_BT: Tensor) -> Tensor:
+        """Each document by itself, several of similar lengths in a forward, padded on the right; padding becomes 0."""
+        device = tokens_BT.device
+        is_sharded = any(isinstance(layer, FSDPModule) for layer in self.layers)
+        tokens = tokens_BT.flatten()
+        result: Tensor | None = None
+        # A micro-batch of padding alone has no document, and is a forward nevertheless.
+        groups = document_groups(documents_BT, fixed=is_sharded)
+        for group in groups or [DocumentGroup(torch.empty(0, 0, dtype=torch.int64))]:
+            places_NL = sent(group.places, device)
+            is_empty = places_NL.numel() == 0
+            row_tokens_NL = tokens[:1, None] if is_empty else tokens[places_NL.clamp_min(0)]
+            hidden_NLD = self._hidden(row_tokens_NL)
+            if result is None:
+                result = hidden_NLD.new_zeros(len(tokens), hidden_NLD.shape[-1])
+            if is_empty:  # its backward, too, is awaited by other ranks
+                result = result + 0 * hidden_NLD.sum()
+                continue
+            is_token_NL = places_NL >= 0
+            result = result.index_copy(0, places_NL[is_token_NL], hidden_NLD[is_token_NL])
+        assert result is not None, "there is a group"
+        return result.unflatten(0, tokens_BT.shape)
+
+    def _mask(self, tokens_BT: Tensor, positions_BT: Tensor) -> Any:
+        """What keeps the documents apart beside their positions: None, a mask, or one for each kind of layer."""
+        if self.documents == "positions":
             return None
-        seen_B1TT = _same_document(documents_BT)
-        zeros_B1TT = torch.zeros_like(seen_B1TT, dtype=dtype)
-        return zeros_B1TT.masked_fill(~seen_B1TT, torch.finfo(dtype).min)
+        config = self.reference.base_model.config
+        arguments: dict[str, Any] = {
+            "config": config,
+            # transformers reads its shape, dtype and device
+            "inputs_embeds": self.embed_tokens.weight.new_empty(()).expand(*tokens_BT.shape, 1),
+            "attention_mask": None,
+            "past_key_values": None,
+            "position_ids": positions_BT,
+        }
+        if self.documents == "masks":
+            makers = mask_makers()
+            kinds = [kind for kind in dict.fromkeys(config.layer_types) if kind in makers]
+            return {kind: makers[kind](**arguments) for kind in kinds}
+        has_window = getattr(config, "sliding_window", None) is not None
+        kind = "sliding_attention" if has_window else "full_attention"
+        return mask_makers()[kind](**arguments)
 
 
-def _same_document(documents_BT: Tensor) -> Tensor:
-    return (documents_BT[:, :, None] == documents_BT[:, None, :]).tril()[:, None]
+class TextSoFar:
+    """A text that transformers' layers have read: its tokens, and transformers' cache where it has one that fits."""
+
+    def __init__(self) -> None:
+        self.tokens = torch.empty(0, dtype=torch.int64)
+        self.own: Any = None
+
+    def crop(self, count: int) -> None:
+        """Forgets the last -count tokens; a cache that cannot be cut is made again when the text goes on."""
+        self.tokens = self.tokens[:count]
+        layers = getattr(self.own, "layers", [])
+        if all(type(layer).__name__ == "DynamicLayer" for layer in layers) and layers:
+            self.own.crop(count)
+        else:
+            self.own = None
+
+
+def new_cache(reference: Any) -> Any:
+    """An empty cache of transformers for this model."""
+    from transformers import DynamicCache
+
+    return DynamicCache(config=reference.base_model.config)
+
+
+def mask_makers() -> dict[str, Callable[..., Any]]:
+    """Transformers' function for the mask of each kind of layer."""
+    from transformers.masking_utils import (
+        create_causal_mask,
+        create_chunked_causal_mask,
+        create_sliding_window_causal_mask,
+    )
+
+    return {
+        "full_attention": create_causal_mask,
+        "sliding_attention": create_sliding_window_causal_mask,
+        "chunked_attention": create_chunked_causal_mask,
+    }
+
+
+def positions_of(documents_BT: Tensor) -> Tensor:
+    """[B, T], from 0 at each document's first token; padding counts as a document."""
+    number_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
+    begins_BT = torch.ones_like(documents_BT, dtype=torch.bool)
+    begins_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
+    first_BT = torch.where(begins_BT, number_T, 0).cummax(1).values
+    return number_T - first_BT
+
+
+def _is_one_document(documents_BT: Tensor) -> bool:
+    """Whether each row is one document from its first token on: padding after it is seen by no token of it."""
+    is_more = (documents_BT.amax() > 0) | (documents_BT[:, 0].amin() < 0)
+    return not bool(is_more)
+
+
+def tied_places(reference: Any) -> list[list[tuple[nn.Module, str]]]:
+    """Where one parameter stands in several modules: these, by module and name in it."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in reference.modules():
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module, leaf))
+    return [group for group in places.values() if len(group) > 1]
 
 
 @torch.no_grad()
@@ -298,11 +526,6 @@ def transformers_facts(reference: Any, num_layers: int) -> dict[str, Any]:
             if isinstance(module, nn.Linear):
                 has_bias = module.bias is not None
                 matrices.setdefault(name, (name, module.out_features, module.in_features, has_bias))
-    for name, _, shape in parameters:
-        if ".layers." in name and len(shape) > 2:
-            raise Unlike(
-                f"{name} has three dimensions: experts and convolutions are not counted here"
-            )
     return {"parameters": tuple(parameters), "matrices": tuple(matrices.values())}
 
 
@@ -316,11 +539,17 @@ def output_matrix(reference: Any) -> nn.Linear:
 
 def _saved_names(reference: Any) -> dict[int, str]:
     """By the identity of a parameter, the name that transformers saves it under."""
-    parameters = dict(reference.named_parameters())
     parameter_names = {name for name, _ in reference.named_parameters(remove_duplicate=False)}
     for name in reference.state_dict():
         if name not in parameter_names:
             raise Unlike(f"files keep {name}, which is no parameter")
+    # Of tied weights it saves one, which its model names.
+    tied_names = getattr(reference, "all_tied_weights_keys", {})
+    parameters = {
+        name: parameter
+        for name, parameter in reference.named_parameters(remove_duplicate=False)
+        if name not in tied_names
+    }
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # before transformers 5 a model computes with the names of its files

@@ -9,18 +9,23 @@ from torch import Tensor
 from bloomery.core.errors import UserError
 from bloomery.model.decoder import Decoder
 from bloomery.model.transformers_backend import TransformersBackbone
+from bloomery.model.transformers_trial import documents_problem
 
 NUM_TOKENS = 24
 # Greatest difference that rounding explains, as a share of the largest logit.
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 4e-2}
 OTHER_MODEL = "choose another model, or one of the families of docs/reference/models.md"
-NO_PACKING = "set data.packing=false: then each row is one document"
 
 
 def check_layers(model: Decoder, dtype: torch.dtype, *, packed: bool) -> None:
-    """Both checks of a run, whose matmuls have this dtype. Raises UserError; the model is in evaluation mode."""
+    """The checks of a run, whose matmuls have this dtype, and whose rows are `packed` with documents.
+
+    Raises UserError. The model is in evaluation mode.
+    """
     check_head(model, TOLERANCE[dtype])
-    check_rows(model, TOLERANCE[dtype], packed=packed)
+    check_rows(model, TOLERANCE[dtype])
+    if packed:
+        check_documents(model, TOLERANCE[dtype])
 
 
 @torch.no_grad()
@@ -28,8 +33,10 @@ def check_head(model: Decoder, limit: float) -> None:
     """Compares logits with those of transformers' own forward. Raises UserError; the model is in evaluation mode."""
     assert isinstance(model.model, TransformersBackbone) and not model.training
     tokens_BT = trial_tokens(model)
-    expected: Tensor = model.model.reference(input_ids=tokens_BT, use_cache=False).logits
-    error = largest_difference(model(tokens_BT).head, expected)
+    logits = model(tokens_BT).head
+    with model.model.whole() as reference:
+        expected: Tensor = reference(input_ids=tokens_BT, use_cache=False).logits
+    error = largest_difference(logits, expected)
     if not error <= limit:
         raise UserError(
             f"its logits are more than a matrix of its last hidden states (they differ by {error:.2g})",
@@ -39,52 +46,42 @@ def check_head(model: Decoder, limit: float) -> None:
 
 
 @torch.no_grad()
-def check_rows(model: Decoder, limit: float, *, packed: bool) -> None:
-    """No token may see a later one, nor, in `packed` rows, one of another document. Raises UserError."""
+def check_rows(model: Decoder, limit: float) -> None:
+    """No token may see a later one. Raises UserError."""
     assert not model.training
     tokens_BT = trial_tokens(model)
     first_BT = tokens_BT[:, : NUM_TOKENS // 3]
-    second_BT = tokens_BT[:, NUM_TOKENS // 3 :]
-    first_length = first_BT.shape[1]
 
     # A beginning has the same logits whatever follows it.
-    error = largest_difference(model(tokens_BT).head[:, :first_length], model(first_BT).head)
+    error = largest_difference(model(tokens_BT).head[:, : first_BT.shape[1]], model(first_BT).head)
     if not error <= limit:
         raise UserError(
             f"its tokens see later ones, so that it cannot be trained to predict them ({error:.2g})",
             where=f"a {model.config.family} model through transformers",
             fix=OTHER_MODEL,
         )
-    if not packed:
+
+
+@torch.no_grad()
+def check_documents(model: Decoder, limit: float) -> None:
+    """Where documents of a row reach each other, they become rows of their own from now on."""
+    assert isinstance(model.model, TransformersBackbone) and not model.training
+    if model.model.documents == "rows":
         return
 
-    # Two documents in a row have the logits that each has alone.
-    number_T = torch.arange(NUM_TOKENS, device=tokens_BT.device)
-    document_T = number_T.ge(first_length).long()
-    position_T = number_T - document_T * first_length
+    # Architectures refuse a mask of documents in their own words.
     try:
-        together = model(
-            tokens_BT,
-            documents_BT=document_T.expand(tokens_BT.shape),
-            positions_BT=position_T.expand(tokens_BT.shape),
-        ).head
-    except (ValueError, RuntimeError, TypeError, IndexError) as error:
-        reason = str(error).partition("\n")[0][:120]
-        raise UserError(
-            f"this architecture takes no mask of documents ({reason})",
-            where="data.packing=true",
-            fix=NO_PACKING,
-        ) from error
-    worst = max(
-        largest_difference(together[:, :first_length], model(first_BT).head),
-        largest_difference(together[:, first_length:], model(second_BT).head),
-    )
-    if not worst <= limit:
-        raise UserError(
-            f"no document masking in this architecture ({worst:.2g} of the largest logit)",
-            where="data.packing=true",
-            fix=NO_PACKING,
+        problem = documents_problem(
+            lambda tokens_BT, documents_BT: model(tokens_BT, documents_BT=documents_BT).head,
+            lambda tokens_BT: model(tokens_BT).head,
+            trial_tokens(model),
+            rounding=limit,
         )
+    except (ValueError, RuntimeError, TypeError, IndexError) as error:
+        problem = f"it takes no mask of documents ({str(error).partition(chr(10))[0][:80]})"
+    if problem is not None:
+        model.model.documents = "rows"
+        model.model.documents_reason = problem
 
 
 def trial_tokens(model: Decoder) -> Tensor:

@@ -4,7 +4,6 @@ Also for the transformers implementation, with the settings that it does not sup
 objective: teacher, reference model, share of loss tokens.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Literal
@@ -39,7 +38,6 @@ def refuse_transformers_misfits(recipe: Recipe, config: ModelConfig) -> None:
     key = "model.implementation=transformers"
     problem = None
     fix = None
-    window = smallest_window(config) or math.inf
     names = (
         stored_name
         for native_name, stored_name, _ in config.transformers_backend.parameters
@@ -71,10 +69,6 @@ def refuse_transformers_misfits(recipe: Recipe, config: ModelConfig) -> None:
         problem = "compilation is not supported for the transformers implementation"
         key = "train.compile"
         fix = "set train.compile=auto"
-    elif recipe.data.layout == "packed" and window < recipe.data.sequence_length:
-        problem = f"packing is not supported for the sliding window of transformers' layers: {window:,} tokens"
-        key = "data.packing=true"
-        fix = "set data.packing=false, or a shorter data.sequence_length"
     if problem is not None and fix is not None:
         raise UserError(problem, where=key, fix=fix, code=2)
 
@@ -91,7 +85,9 @@ def transformers_attention(
         raise UserError(problem, where="train.attention", fix="set train.attention=auto", code=2)
     reason = {
         "math": "transformers computes every attention score of this architecture (eager)",
-        "mask": "PyTorch's kernel with a document mask, as transformers calls it",
+        "mask": "PyTorch's kernel with a document mask, as transformers calls it"
+        if transformers_backend.documents != "rows"
+        else "PyTorch's kernel as transformers calls it: each document is a row of its own",
         "sdpa": "PyTorch's kernel as transformers calls it: one document per sequence",
     }[layer_attention]
     return Choice(layer_attention, reason)
@@ -109,6 +105,9 @@ def transformers_choices(recipe: Recipe, config: ModelConfig) -> Iterator[tuple[
         origin = "set in the recipe"
     lacks = "no tensor, pipeline or context parallelism"
     yield "model.implementation", Choice("transformers", f"{origin}; {lacks}")
+    if recipe.data.layout == "packed" and config.transformers_backend.documents == "rows":
+        reason = f"transformers' layers do not keep documents apart: {config.transformers_backend.documents_reason}"
+        yield "data.packing", Choice("a row for each document", reason)
     if reason := config.transformers_backend.safe_reason:
         yield "model.load_with", Choice("safe load", f"transformers loads the weights, as {reason}")
 

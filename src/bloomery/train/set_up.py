@@ -20,9 +20,11 @@ from bloomery.infer.forward import eval_mode, matmul_dtype, precision_context
 from bloomery.model.adapters.lora import is_added
 from bloomery.model.adapters.settings import digest
 from bloomery.model.decoder import VALUE_HEAD, Decoder
+from bloomery.model.document_rows import document_groups, padding_share
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
+from bloomery.model.transformers_backend import TransformersBackbone
 from bloomery.model.transformers_checks import check_layers
-from bloomery.monitor.events import SCHEMA, Emit, Phase, Resumed, RunStarted
+from bloomery.monitor.events import SCHEMA, Emit, Phase, Resumed, RunStarted, Warned
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.choices import reference_of
 from bloomery.plan.lengths import in_epochs
@@ -57,6 +59,8 @@ from bloomery.train.rl.rollout_source import rollout_source
 from bloomery.train.run_clock import Timer, is_time_up
 from bloomery.train.state import TrainState, build_state
 
+NUM_MEASURED_ROWS = 64  # whose share of padding a line gives
+
 
 def open_context(
     plan: RunPlan,
@@ -84,6 +88,8 @@ def open_context(
 
     emit(Phase(name="model"))
     state, reference_model = build_models(plan, run_dir, resume_from, mesh)
+    if (warning := rows_warning(plan, state.model, mesh)) is not None:
+        emit(Warned(reason=warning))
     dataset = open_run_dataset(plan, run_dir, state, emit, resume_from, stop)
     context = RunContext(
         plan=plan,
@@ -169,14 +175,29 @@ def build_models(
     state = build_state(
         plan, resume_from=resume_from, run_dir=run_dir if mesh.first_rank else None, mesh=mesh
     )
-    if plan.model.config.transformers_backend is not None:
-        with eval_mode(state.model), precision_context(plan.train.precision, plan.train.device):
-            check_layers(
-                state.model,
-                matmul_dtype(plan.train.precision),
-                packed=plan.data.layout == "packed",
-            )
-    return state, build_reference_model(plan, state.model, run_dir=run_dir, mesh=mesh)
+    reference_model = build_reference_model(plan, state.model, run_dir=run_dir, mesh=mesh)
+    is_packed = plan.data.layout == "packed" or plan.objective.spec.data_kind in ("pairs", "kto")
+    for model in (state.model, reference_model):
+        if model is not None and isinstance(model.model, TransformersBackbone):
+            with eval_mode(model), precision_context(plan.train.precision, plan.train.device):
+                check_layers(model, matmul_dtype(plan.train.precision), packed=is_packed)
+    return state, reference_model
+
+
+def rows_warning(plan: RunPlan, model: Decoder, mesh: Mesh) -> str | None:
+    """A line where documents that share a row are computed each by itself, with the share of padding in that."""
+    backbone = model.model
+    if not isinstance(backbone, TransformersBackbone) or backbone.documents != "rows":
+        return None
+    if plan.model.attention == "sdpa":  # each row is one document anyway
+        return None
+    line = f"each document is computed as a row of its own: {backbone.documents_reason}"
+    if plan.objective.spec.source != "dataset":
+        return line
+    loader = open_loader(plan.data, "train", mesh=mesh, seed=plan.train.seed)
+    batch = next(loader.validation_batches(NUM_MEASURED_ROWS, limit=1))
+    groups = document_groups(batch.attended_documents, fixed=mesh.shard > 1)
+    return f"{line}; {padding_share(groups):.0%} of what the first {len(batch.tokens)} sequences take is padding"
 
 
 @final
