@@ -14,21 +14,11 @@ import torch.nn.functional as F
 from memory_tracker import peak_bytes
 from torch import Tensor
 
-from bloomery.facts.attention import BACKENDS, missing_feature
+from bloomery.bench.gpu_check.kernels import able_backends, packed_rows
 from bloomery.model.attention.attend import attend, layout_of
 
-HEADS, WIDTH, TOKENS, DOCUMENTS = 6, 64, 8192, 6
+HEADS, WIDTH, TOKENS = 6, 64, 8192
 SCALE = WIDTH**-0.5
-
-
-def packed_rows(rows: int, length: int) -> Tensor:
-    """Document numbers [B, T]: six documents a row, cut at random."""
-    generator = torch.Generator().manual_seed(0)
-    documents = torch.zeros(rows, length, dtype=torch.int64)
-    for row in documents:
-        for cut in torch.randperm(length - 1, generator=generator)[: DOCUMENTS - 1] + 1:
-            row[cut:] += 1
-    return documents
 
 
 def sides(
@@ -50,15 +40,7 @@ def sides(
         options = {"window": None, "softcap": None, "scale": SCALE, "dropout": dropout}
         return attend(q, k, v, layout_of(documents, backend=backend), backend=backend, **options)
 
-    asked = {
-        "packed": True,
-        "window": False,
-        "softcap": False,
-        "dropout": dropout > 0,
-        "device_type": device,
-    }
-    build = {"float32": dtype == torch.float32, "torch": torch.__version__}
-    able = [name for name in BACKENDS if missing_feature(name, **asked, **build) is None]
+    able = able_backends(device, packed=True, dtype=dtype, dropout=dropout > 0)
     causal = differentiated(
         lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE)
     )

@@ -28,11 +28,12 @@ print(json.dumps({
 @pytest.mark.parametrize(
     "description, gpus, capability, is_fused",
     [
-        (
+        pytest.param(
             "amd:RX 6700 XT,1,12",
             [["Radeon RX 6700 XT", "gfx1031", 12 * 2**30]],
             [10, 3],
             False,
+            marks=pytest.mark.soak,
         ),
         (
             "nvidia,24+12",

@@ -114,7 +114,7 @@ def parts_on_rank(plan_json: str) -> dict[str, list[str]]:
     plan = RunPlan.model_validate_json(plan_json)
     model = build_state(plan, mesh=join(plan.train)).model_and_optimizer.model
     return {
-        name: [local(part.detach()).view(torch.uint8).numpy().tobytes().hex() for part in parts]
+        name: [local(part.detach()).cpu().view(torch.uint8).numpy().tobytes().hex() for part in parts]
         for name, weight in quantized_weights(model)
         for parts in [(weight.codes, weight.scales)]
     }
@@ -132,5 +132,5 @@ def test_shards_hold_the_bytes_of_one_device_between_them(prepared, base, quanti
     for name, weight in whole.items():
         for index, tensor in enumerate((weight.codes, weight.scales)):
             parts = [rank[name][index] for rank in (first, *others)]
-            assert "".join(parts) == tensor.view(torch.uint8).numpy().tobytes().hex(), name
+            assert "".join(parts) == tensor.cpu().view(torch.uint8).numpy().tobytes().hex(), name
             assert len(parts[0]) == 2 * -(-tensor.numel() // 3)

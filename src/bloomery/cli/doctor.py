@@ -109,11 +109,6 @@ def command(
 
     # Options that exclude each other are refused before anything is checked.
     start_time = time.monotonic()
-    if machine is not None and (probe or number is not None):
-        name = "--probe" if probe else "--fix"
-        problem = f"{name} works only on this machine"
-        fix = f"omit --machine, or run {name} on that machine"
-        raise UserError(problem, where=f"--machine {machine}", fix=fix, code=2)
     tasks = {
         "--explain": explain is not None,
         "--fix": number is not None,
@@ -121,17 +116,7 @@ def command(
         "--docker": docker,
         "--gpu-check": gpu_check,
     }
-    options = [option for option, requested in tasks.items() if requested]
-    if len(options) > 1:
-        problem = f"{options[0]} and {options[1]} cannot be combined"
-        fix = f"omit {options[1]} and run `bloomery doctor {options[1]} ...` afterwards"
-        raise UserError(problem, where="doctor", fix=fix, code=2)
-    if as_json and (number is not None or bundle is not None or docker):
-        problem = "--json cannot be combined with --fix, --bundle or --docker"
-        fix = "omit --json; it can be combined with --explain, --probe and --machine"
-        raise UserError(problem, where="doctor", fix=fix, code=2)
-
-    settings = {
+    gpu_check_settings = {
         "--tiny": tiny,
         "--only": only is not None,
         "--limit": limit is not None,
@@ -139,16 +124,14 @@ def command(
         "--by": by is not None,
         "--yes": yes,
     }
-    unused = [setting for setting, requested in settings.items() if requested]
-    if unused and not gpu_check:
-        problem = f"{unused[0]} is a setting of --gpu-check"
-        fix = f"bloomery doctor --gpu-check {' '.join(unused)} ..."
-        raise UserError(problem, where="doctor", fix=fix, code=2)
+    _refuse_combinations(
+        [option for option, requested in tasks.items() if requested],
+        [option for option, requested in gpu_check_settings.items() if requested],
+        machine=machine,
+        probe=probe,
+        as_json=as_json,
+    )
     if gpu_check:
-        if machine is not None or probe:
-            name = "--machine" if machine is not None else "--probe"
-            problem = f"--gpu-check and {name} cannot be combined"
-            raise UserError(problem, where="doctor", fix=f"omit {name}", code=2)
         from bloomery.cli.gpu_check import GpuCheckOptions, run_gpu_check
 
         check_options = GpuCheckOptions(
@@ -202,6 +185,38 @@ def command(
         seconds = time.monotonic() - start_time
         echo_page(page(checked_machine, findings, seconds=seconds, plan_lines=then_lines(result)))
     return 0 if ready(findings) else 1
+
+
+def _refuse_combinations(
+    tasks: Sequence[str],
+    gpu_check_settings: Sequence[str],
+    *,
+    machine: Path | None,
+    probe: bool,
+    as_json: bool,
+) -> None:
+    """Raises UserError (code 2) for options that exclude each other. `tasks`, `gpu_check_settings`: those requested."""
+    if machine is not None and (probe or "--fix" in tasks):
+        name = "--probe" if probe else "--fix"
+        problem = f"{name} works only on this machine"
+        fix = f"omit --machine, or run {name} on that machine"
+        raise UserError(problem, where=f"--machine {machine}", fix=fix, code=2)
+    if len(tasks) > 1:
+        problem = f"{tasks[0]} and {tasks[1]} cannot be combined"
+        fix = f"omit {tasks[1]} and run `bloomery doctor {tasks[1]} ...` afterwards"
+        raise UserError(problem, where="doctor", fix=fix, code=2)
+    if as_json and {"--fix", "--bundle", "--docker"} & set(tasks):
+        problem = "--json cannot be combined with --fix, --bundle or --docker"
+        fix = "omit --json; it can be combined with --explain, --probe and --machine"
+        raise UserError(problem, where="doctor", fix=fix, code=2)
+    if gpu_check_settings and "--gpu-check" not in tasks:
+        problem = f"{gpu_check_settings[0]} is a setting of --gpu-check"
+        fix = f"bloomery doctor --gpu-check {' '.join(gpu_check_settings)} ..."
+        raise UserError(problem, where="doctor", fix=fix, code=2)
+    if "--gpu-check" in tasks and (machine is not None or probe):
+        name = "--machine" if machine is not None else "--probe"
+        problem = f"--gpu-check and {name} cannot be combined"
+        raise UserError(problem, where="doctor", fix=f"omit {name}", code=2)
 
 
 def load_machine(file: Path | None, *, probe: bool) -> Machine:

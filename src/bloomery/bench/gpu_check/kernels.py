@@ -181,7 +181,9 @@ def _timed_row(
     )
 
 
-def able_backends(device: str, *, packed: bool, dtype: torch.dtype) -> list[str]:
+def able_backends(
+    device: str, *, packed: bool, dtype: torch.dtype, dropout: bool = False
+) -> list[str]:
     """The backends that compute this on the device. Without documents `mask` is `sdpa`."""
     names = [
         name
@@ -192,7 +194,7 @@ def able_backends(device: str, *, packed: bool, dtype: torch.dtype) -> list[str]
             packed=packed,
             window=False,
             softcap=False,
-            dropout=False,
+            dropout=dropout,
             float32=dtype == torch.float32,
             torch=torch.__version__,
         )

@@ -37,7 +37,7 @@ def two_ranks(job: PartJob) -> Iterator[Row]:
     """A row for a collective of the vendor's library, and one for a pipeline of two stages."""
     cases = [
         ("collectives", partial(_collectives_row, job)),
-        ("pipeline through the host", partial(_pipeline_row, job)),
+        ("pipeline", partial(_pipeline_row, job)),
     ]
     yield from rows_of(job, cases)
 
@@ -78,7 +78,7 @@ def _collectives_row(job: PartJob) -> Row:
 
 def _pipeline_row(job: PartJob) -> Row:
     """The losses of a pipeline are those of one rank but for the order of sums."""
-    case = "pipeline through the host"
+    case = "pipeline"
     folder = job.folder / "pipeline"
     folder.mkdir()
     runs = SmallRuns(folder, job.device)
