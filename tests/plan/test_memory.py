@@ -4,14 +4,19 @@ from dataclasses import replace
 
 import pytest
 import torch
+from plan_help import loaded
+from tiny_models import tiny_reference
 
 from autograd_for_tests import kept_bytes
 from bloomery.core.units import GIB, MIB
+from bloomery.facts.hf_config import config_from_hf
 from bloomery.facts.presets import preset
+from bloomery.model.adapters.lora import adapt
 from bloomery.model.attention.per_document import _padding
 from bloomery.model.configs import build_config
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import LabelScores, ScoreSettings
+from bloomery.model.io.weights import init_weights
 from bloomery.plan.estimate.activations import (
     activation_bytes,
     end_bytes,
@@ -24,10 +29,11 @@ from bloomery.plan.estimate.memory import (
     overhead_bytes,
     tensor_bytes,
 )
+from bloomery.plan.estimate.mode import FULL, mode_of
 from bloomery.plan.estimate.moments import logit_bytes, moments
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import StepShape
-from bloomery.recipe.schema import Model
+from bloomery.recipe.schema import Lora, Model
 
 GO_CODER = StepShape(
     model=TrainedModel(preset("go-coder-small")),
@@ -175,6 +181,36 @@ def test_activations_are_what_autograd_keeps(family, attention):
         micro_batch_size=4,
         precision="float32",
         attention=attention,
+        on_gpu=False,
+    )
+    assert activation_bytes(load) + end_bytes(load) == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize("trained", ["all", "LoRA", "LoRA of layers"])
+@pytest.mark.parametrize("case", ["gemma4-e2b", "gemma4-12b"])
+def test_shared_keys_and_inputs_of_layers_are_what_autograd_keeps(case, trained):
+    """Bytes saved for backward in float32, without parameters: within 2%."""
+    config = config_from_hf(tiny_reference(case).config.to_dict())
+    targets = ["all-linear"] if trained == "LoRA" else ["self_attn.*", "per_layer_input_gate"]
+    if case == "gemma4-12b":
+        targets = targets[:1]
+    adapter = Lora(kind="lora", rank=4, target_modules=targets)
+    mode = FULL
+    decoder = Decoder(config, attention="sdpa")
+    if trained != "all":
+        adapt(decoder, adapter)
+        mode = mode_of(loaded(adapter=adapter.model_dump()).recipe, config)
+    init_weights(decoder.train(), 0)
+    tokens = torch.randint(0, 131, (4, 128))
+    head = LabelScores(tokens, torch.ones(4, 128), ScoreSettings(chunk=64))
+    measured = kept_bytes(decoder, lambda: decoder(tokens, head=head).head)
+    load = replace(
+        GO_CODER,
+        model=TrainedModel(config, mode),
+        sequence_length=128,
+        micro_batch_size=4,
+        precision="float32",
+        attention="sdpa",
         on_gpu=False,
     )
     assert activation_bytes(load) + end_bytes(load) == pytest.approx(measured, rel=0.02)

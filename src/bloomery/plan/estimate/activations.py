@@ -46,18 +46,26 @@ def kept_by_layer(step: StepShape) -> list[float]:
     if mode == "none":
         return full_bytes
     tokens = step.tokens_per_micro_batch
-    input_bytes = float(tokens * step.config.hidden_size * step.residual_bytes)
+    stream_bytes = float(tokens * step.config.hidden_size * step.residual_bytes)
+    # Keys and values that later layers use stay, as part of what the layer returned.
+    input_bytes = step.model.by_layer(
+        lambda layer: (
+            stream_bytes + (tokens * _key_bytes(step, layer) if layer.layer.lends_keys else 0.0)
+        )
+    )
     if mode == "selective":
         products = step.model.by_layer(lambda layer: tokens * _product_bytes_per_token(step, layer))
         scores = step.model.by_layer(lambda layer: _product_bytes_of_scores(step, layer))
         return [
-            input_bytes + product_bytes + score_bytes
+            stream_bytes + product_bytes + score_bytes
             for product_bytes, score_bytes in zip(products, scores, strict=True)
         ]
     interval = checkpointing_interval(mode)
     return [
-        kept_bytes if number % interval else input_bytes
-        for number, kept_bytes in zip(step.model.layer_numbers, full_bytes, strict=True)
+        kept_bytes if number % interval else recomputed_bytes
+        for number, kept_bytes, recomputed_bytes in zip(
+            step.model.layer_numbers, full_bytes, input_bytes, strict=True
+        )
     ]
 
 
@@ -106,6 +114,7 @@ def layer_bytes_per_token(step: StepShape, layer: TrainedLayer) -> float:
         _mixer_bytes(step, layer)
         + _norm_bytes(step)
         + _mlp_bytes(step, layer)
+        + _own_input_bytes(step, layer)
         + _adapter_bytes(step, layer)
     )
 
@@ -121,7 +130,10 @@ def _product_bytes_per_token(step: StepShape, layer: TrainedLayer) -> float:
     if facts.short_convolution is not None:
         return float(step.element_bytes * (widths + 4 * hidden_size))
     widths += hidden_size + (3 if step.config.attention_gate else 2) * facts.query_width
-    widths += 2 * facts.key_width
+    if facts.keys_of is None:
+        widths += (1 if facts.keys_are_values else 2) * facts.key_width
+    if facts.per_layer_input_size:
+        widths += facts.per_layer_input_size + hidden_size
     if step.context > 1:  # results of the exchanges, before and after attention
         widths += 2 * facts.query_width + 2 * facts.key_width
     return float(step.element_bytes * widths + 4 * facts.num_heads)
@@ -190,7 +202,7 @@ def _attention_bytes(step: StepShape, layer: TrainedLayer) -> float:
     A gate of its output keeps its sigmoid, and the product of both where o_proj does.
     """
     facts = layer.layer
-    total = float(step.element_bytes * (2 * facts.query_width + 2 * facts.key_width))
+    total = float(step.element_bytes * 2 * facts.query_width) + _key_bytes(step, layer)
     # Exchanged back, the output is another tensor, which o_proj may keep.
     if step.context > 1 and _keeps_input(step, layer, "o_proj"):
         total += step.element_bytes * facts.query_width
@@ -200,13 +212,41 @@ def _attention_bytes(step: StepShape, layer: TrainedLayer) -> float:
     if _keeps_input(step, layer, "q_proj", "k_proj", "v_proj"):
         total += step.element_bytes * step.config.hidden_size
     if step.config.qk_norm != "none":
-        total += _norm_input_bytes(step) * (facts.query_width + facts.key_width)
-        total += 4 * (facts.num_heads + facts.num_kv_heads)
+        key_heads = facts.num_kv_heads if facts.keys_of is None else 0
+        # The input of the norm of values is that of the norm of keys where both are one.
+        has_two = step.config.value_norm and not (
+            facts.keys_are_values and _norm_input_bytes(step) == step.element_bytes
+        )
+        normed_width = facts.query_width + (2 if has_two else 1) * key_heads * facts.head_dim
+        total += _norm_input_bytes(step) * normed_width
+        total += 4 * (facts.num_heads + (2 if step.config.value_norm else 1) * key_heads)
     if not keeps_scores(step):
         total += 4 * facts.num_heads
     elif step.attention != "math":  # PyTorch computes it in float32
         total += (4 - step.element_bytes) * (facts.query_width + 2 * facts.key_width)
     return total
+
+
+def _key_bytes(step: StepShape, layer: TrainedLayer) -> float:
+    """Of keys and values of a token; 0 where they are those of another layer."""
+    facts = layer.layer
+    return 0.0 if facts.keys_of is not None else float(2 * step.element_bytes * facts.key_width)
+
+
+def _own_input_bytes(step: StepShape, layer: TrainedLayer) -> float:
+    """The gate of what a layer is given of a token keeps its result, and the norm after the projection its input.
+
+    What the layer is given is one tensor of all layers, which `end_bytes` counts.
+    """
+    size = layer.layer.per_layer_input_size
+    if size == 0:
+        return 0.0
+    width = step.config.hidden_size
+    kept_width = width if _keeps_input(step, layer, "per_layer_input_gate") else 0
+    kept_width += size * (1 + _keeps_input(step, layer, "per_layer_projection"))
+    if step.model.trains_layer_inputs:
+        kept_width += size
+    return float(step.element_bytes * kept_width + _norm_input_bytes(step) * width + 4)
 
 
 def _mlp_bytes(step: StepShape, layer: TrainedLayer) -> float:
@@ -273,8 +313,16 @@ def end_bytes(step: StepShape) -> float:
     if not step.model.embeds:
         dropout_bytes = 0
     label_bytes = LABEL_BYTES if step.model.has_head else 0
+    layer_input_bytes = 0
+    if step.model.has_layer_inputs:
+        values = config.num_layers * config.per_layer_input_size
+        layer_input_bytes = step.element_bytes * values
+        if step.model.trains_layer_inputs:
+            layer_input_bytes += _norm_input_bytes(step) * values + 4 * config.num_layers
+            if step.element_bytes < step.residual_bytes:
+                layer_input_bytes += step.element_bytes * config.hidden_size
     return last_norm_bytes(step) + step.tokens_per_micro_batch * (
-        INPUT_BYTES + label_bytes + dropout_bytes
+        INPUT_BYTES + label_bytes + dropout_bytes + layer_input_bytes
     )
 
 

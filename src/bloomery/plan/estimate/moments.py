@@ -88,6 +88,12 @@ def moments(step: StepShape) -> Iterator[StepMoment]:
         copies=all_copies * read_share,
     )
 
+    # Gradients of what layers are given wait until those of all layers are there, to become one tensor.
+    given_bytes = 0.0
+    if model.trains_layer_inputs:
+        given_bytes = float(
+            step.tokens_per_micro_batch * config.per_layer_input_size * step.element_bytes
+        )
     kept_before = [0.0, *accumulate(kept_bytes)]
     copied_before = [0.0, *accumulate(copies)]
     finished_gradients = 0.0
@@ -101,7 +107,8 @@ def moments(step: StepShape) -> Iterator[StepMoment]:
             gradients=layer_gradients,
             activations=kept_before[index] + in_full[index] + ends - last_norm,
             copies=max(copies[index], read_share * copied_before[index + 1]),
-            temporaries=max(passing[index], update) if fused_backward else passing[index],
+            temporaries=(max(passing[index], update) if fused_backward else passing[index])
+            + given_bytes * (num_layers - 1 - index),
         )
         finished_gradients += gradients[index]
 
@@ -110,7 +117,11 @@ def moments(step: StepShape) -> Iterator[StepMoment]:
     second_gradient = head_gradient if step.accumulating or config.tie_embeddings else 0
     if not model.has_head:
         second_gradient = embedding_gradient if step.accumulating else 0
+    table_values = math.prod(model.trained.get("model.embed_tokens_per_layer.weight", (0,)))
+    if step.on_gpu and step.accumulating:  # a CPU adds the rows of a batch in place
+        second_gradient = max(second_gradient, table_values * step.weight_bytes)
     stream = step.tokens_per_micro_batch * config.hidden_size * step.residual_bytes
+    stream += 2 * given_bytes * num_layers
     yield StepMoment(
         gradients=all_gradients,
         activations=ends - last_norm,

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from bloomery.facts.counting import Shape, flops_per_token
+from bloomery.facts.counting import Shape, flops_per_token, input_products
 from bloomery.facts.limits import CPU_TILE, storage_bytes
 from bloomery.facts.optimizers import OPTIMIZERS
 from bloomery.hardware.machine import Machine
@@ -69,6 +69,7 @@ FLOAT32_SHARE = 1 / 8  # of a GPU's rate in half precision, where the table has 
 ON_DEVICE = ("matmul", "attention", "delta rules", "memory-bound")  # parts of a step
 LAUNCHES = (110, 45)  # kernels of a layer and micro-batch, forward and backward: eager, compiled
 LAUNCH_SECONDS = 6e-6
+LAYER_INPUTS = "model.per_layer_model_projection.weight"  # makes what layers are given of tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,11 +176,14 @@ def layer_traffic(step: StepShape, layer: TrainedLayer) -> float:
     facts = layer.layer
     compiled = int(step.compiled)
     width = config.hidden_size
-    projected_width = facts.query_width + facts.key_width
+    projected_width = facts.query_width + (facts.key_width if facts.keys_of is None else 0)
     norm = COMPILED_NORM if step.compiled else EAGER_NORM[config.norm]
     total = len(config.block_norms) * norm * width + RESIDUALS[compiled] * width
     total += HEADS[compiled] * 2 * projected_width
     total += (GATED if facts.gated_mlp else PLAIN)[compiled] * facts.intermediate_size
+    if facts.per_layer_input_size:
+        total += (norm + RESIDUALS[compiled] / 2) * width
+        total += GATED[compiled] * facts.per_layer_input_size
     if facts.rotation is not None:
         total += ROTARY[compiled] * projected_width
     if facts.delta_net is not None:
@@ -383,6 +387,10 @@ def product_flops(step: StepShape, recomputed: Recompute, *, chunked: bool) -> f
     weight_gradients = 2.0 * sum(
         model.by_layer(lambda layer: _values_met(layer.trained, layer.layer.expert_share))
     )
+    if model.has_layer_inputs:
+        products += 2.0 * input_products(step.config)
+        if LAYER_INPUTS in model.trained:
+            weight_gradients += 2.0 * input_products(step.config)
     adapter = 2.0 * _adapter_values(step)
     head = 2.0 * step.head_outputs * step.config.hidden_size * step.loss_share
     head_passes = 2 + model.trains_head + chunked
@@ -422,6 +430,8 @@ def useful_flops(model: TrainedModel, sequence_length: int) -> float:
         return _values_met(shapes, layer.layer.expert_share)
 
     frozen_values = sum(model.by_layer(frozen_in))
+    if LAYER_INPUTS not in model.trained:
+        frozen_values += input_products(config)
     if not model.trains_head:
         frozen_values += (1 if config.head == "values" else config.vocab_size) * config.hidden_size
     adapter_values = _values_met(model.adapter)

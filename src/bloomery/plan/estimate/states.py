@@ -240,6 +240,17 @@ class TrainedModel:
         """Whether the embedding of the whole model is trained, on whatever stage it is."""
         return not self.mode.frozen or EMBEDDING in self.mode.modules_to_save
 
+    @property
+    def has_layer_inputs(self) -> bool:
+        """Whether what each layer is given of a token is made here."""
+        return self.embeds and self.config.per_layer_input_size > 0
+
+    @property
+    def trains_layer_inputs(self) -> bool:
+        """Whether what each layer is given of a token has a gradient: it is made of trainable parameters."""
+        makers = ("model.embed_", "model.per_layer_")
+        return self.has_layer_inputs and any(name.startswith(makers) for name in self.trainable)
+
     def trainable_bytes(self, precision: str) -> float:
         """Bytes of all trainable parameters, or of their gradients. An adapter has its own dtype."""
         trained = self._trained_values * weight_bytes_of(precision)
