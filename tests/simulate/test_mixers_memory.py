@@ -20,8 +20,8 @@ CASES = {
     "DoRA": {"precision": "bfloat16", "adapter": EVERY | {"kind": "dora"}},
     "nf4": {"precision": "bfloat16", "adapter": EVERY, "base": "nf4"},
 }
-FAMILIES = ("qwen3_5_text",)
-QUICK = {("qwen3_5_text", "recomputed"), ("qwen3_5_text", "LoRA")}
+FAMILIES = ("qwen3_5_text", "lfm2")
+QUICK = {("qwen3_5_text", "recomputed"), ("qwen3_5_text", "LoRA"), ("lfm2", "LoRA")}
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,15 @@ def test_shapes_fake_tensors_and_measured_bytes_agree(family: str, case: str) ->
     real = measured(plan)
     assert simulated(plan) == pytest.approx(real, rel=0.01)
     assert counted(plan) == pytest.approx(real, rel=0.05)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", ["full training", "LoRA"])
+def test_a_convolution_in_c_plus_plus_keeps_less(case: str) -> None:
+    settings = CASES[case] | {"sizes": SIZES, "rows": 2, "attention": "compiled"}
+    assert counted(small_plan("lfm2", **settings)) == pytest.approx(
+        measured(small_plan("lfm2", **settings)), rel=0.03
+    )
 
 
 @pytest.mark.soak

@@ -191,8 +191,9 @@ def _mixer_bytes(step: StepShape, layer: TrainedLayer) -> float:
 
 
 def _convolution_bytes(step: StepShape, layer: TrainedLayer) -> float:
-    """A gated convolution keeps both gates and what they multiply, before and after it."""
-    widths = 5 + _keeps_input(step, layer, "in_proj") + _keeps_input(step, layer, "out_proj")
+    """A gated convolution keeps both gates and what they multiply, before it and, in PyTorch, gated and after it."""
+    widths = 3 if step.attention == "compiled" else 5
+    widths += _keeps_input(step, layer, "in_proj") + _keeps_input(step, layer, "out_proj")
     return float(step.element_bytes * step.config.hidden_size * widths)
 
 
