@@ -244,7 +244,7 @@ class Chat(Section):
     template_kwargs: dict[str, bool | int | float | str] = key(
         {},
         "Variables of the chat template, which the saved template has as defaults.",
-        "{enable_thinking: false}",
+        {"enable_thinking": False},
     )
 
 
