@@ -71,6 +71,12 @@ def published_entry(name: str) -> Published | None:
     return _mirrored().get(model) if organization in mirrors else None
 
 
+def published_name(model: str) -> str | None:
+    """The Hub id of a model of the table by its name without an organization; None where the table has none."""
+    names = [name for entry in published_models() for name in entry.names]
+    return next((name for name in names if name.rpartition("/")[2].lower() == model.lower()), None)
+
+
 def published_config(name: str) -> ModelConfig | None:
     """The config of a Hub id; None where the table does not have it."""
     entry = published_entry(name)

@@ -12,11 +12,7 @@ def unsloth(draft: Draft) -> None:
     kind = draft.value("objective.kind")
     model = draft.get("model_name_or_path")
     if isinstance(model, str):
-        plain_model = model
-        for ending in ("-unsloth-bnb-4bit", "-bnb-4bit"):
-            plain_model = plain_model.removesuffix(ending)
-        reason = "" if plain_model == model else "the model whose 4-bit copy the script loads"
-        draft.set("model.from", plain_model, "model_name_or_path", reason=reason)
+        draft.set("model.from", model, "model_name_or_path")
 
     # Unsloth has templates of its own for many models; those of the same name are the tokenizer's.
     template = draft.word("chat_template")

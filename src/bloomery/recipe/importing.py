@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from bloomery.facts.copies import quantized_copy
 from bloomery.recipe.aliases import (
     ROLLOUTS,
     Alias,
@@ -90,8 +91,34 @@ def drafted(file: ToolFile) -> Draft:
         answer = look_up((name,), value, siblings, program=table)
         if answer is not None:
             draft.add_default(answer)
+    _name_original(draft)
     _complete(draft)
     return draft
+
+
+def _name_original(draft: Draft) -> None:
+    """The model behind the name of a quantized copy, with the quantization that is nearest to the copy's."""
+    model = draft.settings.get("model.from")
+    copy = None if model is None else quantized_copy(model.text)
+    if model is None or copy is None:
+        return
+    if copy.original is None and copy.is_trained:
+        reason = f"a copy ({copy.form}), read as it is: a frozen base"
+        draft.settings["model.from"] = Setting(model.text, model.names, reason)
+        return
+    if copy.original is None:
+        reason = (
+            f"set it: {model.text} is a copy ({copy.form}); name the model that it was made from"
+        )
+        draft.settings["model.from"] = Setting("MODEL", model.names, reason)
+        return
+    reason = f"the model of which the file names a copy ({copy.form})"
+    if copy.is_trained:
+        reason += "; an adapter may also be trained on the copy"
+    draft.settings["model.from"] = Setting(copy.original, model.names, reason)
+    is_full = draft.value("adapter.kind") in ("", "none")
+    if copy.quantize != "none" and not is_full and draft.value("quantize.kind") in ("", "none"):
+        draft.settings["quantize.kind"] = Setting(copy.quantize, model.names, "as the copy is")
 
 
 def _aliases(
