@@ -12,7 +12,19 @@ from bloomery.model.cache import Cache
 from bloomery.model.io.stored import tensor_locations
 from bloomery.model.io.weights import load_decoder
 
-FAMILIES = ("lfm2", "lfm2-bias", "olmo3", "ministral3", "granite", "granite4")
+FAMILIES = (
+    "lfm2",
+    "lfm2-bias",
+    "olmo3",
+    "ministral3",
+    "granite",
+    "granite4",
+    "cohere2",
+    "exaone4",
+    "hunyuan",
+    "nemotron",
+    "stablelm-parallel",
+)
 ROWS = documents((23, 1, 30, 2, 5))
 
 
