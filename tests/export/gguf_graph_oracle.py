@@ -109,7 +109,9 @@ class Graph:
         self.layers, self.width = self._key("block_count"), self._key("embedding_length")
         self.heads = self._key("attention.head_count")
         by_layer = self._key("attention.head_count_kv", self.heads)
-        self.kv_heads_by_layer = by_layer if isinstance(by_layer, list) else [by_layer] * self.layers
+        self.kv_heads_by_layer = (
+            by_layer if isinstance(by_layer, list) else [by_layer] * self.layers
+        )
         self.kv_heads = max(self.kv_heads_by_layer)
         self.head_dim = self._key("attention.key_length", self.width // self.heads)
         self._values: dict[str, Array] = {}
@@ -139,7 +141,9 @@ class Graph:
         inside = {
             f"blk.{layer}.{name}.weight"
             for layer in range(self.layers)
-            for name in (LAYERS[self.arch] if self.kv_heads_by_layer[layer] else CONVOLUTION).split()
+            for name in (
+                LAYERS[self.arch] if self.kv_heads_by_layer[layer] else CONVOLUTION
+            ).split()
         }
         outer = {"token_embd.weight", f"{self.last_norm}.weight"} | (
             {"position_embd.weight"} if self.arch == "gpt2" else set()

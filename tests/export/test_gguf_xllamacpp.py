@@ -13,7 +13,19 @@ from bloomery.model.io.weights import load_decoder
 
 llama_cpp = pytest.importorskip("xllamacpp", reason="not installed: pip install xllamacpp")
 pytestmark = pytest.mark.soak
-CASES = ("llama-yarn", "olmo3", "ministral3", "granite", "granite4", "lfm2")
+CASES = (
+    "llama-yarn olmo3 ministral3 granite granite4 lfm2 hunyuan cohere cohere2 glm glm4 nemotron jais2 stablelm"
+    " stablelm-parallel exaone4-full seed-oss arcee ernie4.5 starcoder2 exaone4"
+).split()
+FITTING = {  # what their graphs need
+    "seed-oss": {"attention_out_bias": False},
+    "arcee": {"mlp_bias": False},
+    "ernie4.5": {"use_bias": False},
+    "starcoder2": {"sliding_window": None},
+    "exaone4": {"sliding_window_pattern": 4, "num_hidden_layers": 64},
+}
+# Of a log-probability; ggml takes GELU from a table in float16.
+LIMITS = {"starcoder2": 3e-3}
 CONTEXT = 128
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": CONTEXT}
 
@@ -36,7 +48,7 @@ def server_of(path: Path) -> Any:
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_llama_cpp_continues_a_text_as_the_model_does(case: str, tmp_path: Path) -> None:
-    source = saved_case(case, tmp_path / "source", **SIZES)
+    source = saved_case(case, tmp_path / "source", **SIZES | FITTING.get(case, {}))
     path = export_gguf(find_model(source), tmp_path / "out.gguf", kind="f32").folder
     decoder = load_decoder(source)
     server = server_of(path)
@@ -52,7 +64,8 @@ def test_llama_cpp_continues_a_text_as_the_model_does(case: str, tmp_path: Path)
             top = told["content"][0]["top_logprobs"]
             assert top[0]["id"] == int(expected.argmax())
             for entry in top:
-                assert abs(entry["logprob"] - float(expected[entry["id"]])) < 1e-4
+                difference = abs(entry["logprob"] - float(expected[entry["id"]]))
+                assert difference < LIMITS.get(case, 1e-4)
             compared += 1
         text.append(int(expected.argmax()))
     assert compared > 5

@@ -92,7 +92,7 @@ def _describe_model(writer: Any, config: ModelConfig, library: Any) -> None:
     for key, name in graph.keys.items():
         add = writer.add_uint32 if isinstance(stated[key], int) else writer.add_float32
         add(f"{writer.arch}.{name}", stated[key])
-    if config.logit_scale != 1.0 and "logits_scaling" not in graph.keys:
+    if config.logit_scale != 1.0 and not {"logits_scaling", "logit_scale"} & graph.keys.keys():
         writer.add_logit_scale(config.logit_scale)
     window = smallest_window(config)
     if graph.window_period and window is not None:

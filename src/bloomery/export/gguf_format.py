@@ -112,6 +112,10 @@ def unsupported(config: ModelConfig) -> str | None:
     if period := architecture.window_period:
         window = smallest_window(config)
         graph_windows = tuple(window if layer % period < period - 1 else None for layer in numbers)
+        may_slide = architecture.window_layers in (0, config.num_layers)
+        if architecture.window_layers and may_slide != (window is not None):
+            count = architecture.window_layers
+            return f"{graph} has windows in models of {count} layers, and in no other"
         needs_windows = architecture.default_window is not None or window is not None
         windows = tuple(layer.window for layer in layers(config))
         if needs_windows and (window is None or windows != graph_windows):
@@ -131,9 +135,10 @@ def unsupported(config: ModelConfig) -> str | None:
     if architecture.default_softcaps is not None and None in softcaps:
         return f"{graph} caps logits and attention, and the model does not"
 
-    # A graph may leave out the rotation in each n-th layer.
+    # A graph may leave out the rotation in each n-th layer; where it has windows, only of a model that has them.
     if period := architecture.unrotated_period:
-        graph_rotary_layers = tuple((layer + 1) % period != 0 for layer in numbers)
+        rotates_all = architecture.window_period > 0 and smallest_window(config) is None
+        graph_rotary_layers = tuple(rotates_all or (layer + 1) % period != 0 for layer in numbers)
         rotary_layers = tuple(layer.rotation is not None for layer in layers(config))
         if rotary_layers != graph_rotary_layers:
             return f"{graph} rotates in all layers but each {period}th, and the model in others"
@@ -240,6 +245,7 @@ def gguf_tensors(config: ModelConfig) -> tuple[GgufTensor, ...]:
             target = LAYER_TENSORS.get(inner_module, "")
             if inner_module == "post_attention_layernorm":
                 target = "ffn_norm" if norm_is_before else "post_attention_norm"
+            target = graph.renamed.get(inner_module, target)
             for fused_modules, fused_target in graph.fused.items():
                 if inner_module in fused_modules:
                     inner_modules = fused_modules

@@ -349,6 +349,8 @@ def config_of(metadata: Json, tensors: Mapping[str, StoredGgufTensor], path: Pat
     if "final_softcap" in graph.free:
         raw_config["final_logit_softcapping"] = fact("final_logit_softcapping", final_softcap)
     raw_config |= {key: fact(name) for key, name in graph.keys.items()}
+    if "norm_placement" in graph.free:
+        raw_config["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in tensors
     if "local_rope_theta" in graph.free:
         theta = fact("rope.freq_base", 10000.0) if graph.plain_window_rotation else 10000.0
         raw_config["rope_local_base_freq"] = fact("rope.freq_base_swa", theta)

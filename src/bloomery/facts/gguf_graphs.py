@@ -12,9 +12,9 @@ class GgufGraph:
 
     `fixed`: facts of a ModelConfig whose value the graph cannot change, where it is not PLAIN_GRAPH's; `free`: facts
     that its metadata or tensors state. `interleaved`: it rotates neighboring numbers of a head, which changes the
-    order of the rows of q and k. `fused`: tensors that hold several parameters. `renamed`: a module outside layers
-    whose tensor has another name than in most graphs. `keys`: keys of config.json that the metadata states as they are,
-    by what it calls them.
+    order of the rows of q and k. `fused`: tensors that hold several parameters. `renamed`: modules
+    whose tensors have other names than in most graphs. `keys`: keys of config.json that the metadata states as they
+    are, by what it calls them.
     """
 
     name: str
@@ -27,6 +27,7 @@ class GgufGraph:
     full_width: bool = False  # heads x head_dim must be hidden_size
     has_own_head: bool = False  # it reads output.weight also where embeddings are tied
     takes_exact_gelu: bool = False  # computed by tanh, which is named as a difference
+    window_layers: int = 0  # layers of the only models that have windows; 0: any may
     window_period: int = 0  # every layer but each n-th has a sliding window; 0: none has
     # the window where a file states none; with one, the graph always has windows
     default_window: int | None = None

@@ -146,6 +146,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "attention_dropout": 0.1,
                 "residual_dropout": 0.1,
             },
+            gguf=GgufGraph("seed_oss", renamed={"post_attention_layernorm": "post_attention_norm"}),
         ),
         "exaone4": Family(
             "Exaone4ForCausalLM",
@@ -154,6 +155,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             windows=windows_but_each,
             extra=exaone4_rotation,
             write=write_rotation_in_windows,
+            gguf=GgufGraph(
+                "exaone4",
+                {"norm_placement": "after", "qk_norm": "head"},
+                free=("rotary_layers",),
+                window_layers=64,
+                window_period=4,
+                unrotated_period=4,
+            ),
             defaults={
                 "num_key_value_heads": 32,
                 "max_position_embeddings": 2048,
@@ -181,6 +190,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                     "self_attn.k_norm": "self_attn.key_layernorm",
                 }
             ),
+            gguf=GgufGraph("hunyuan-dense", {"qk_norm": "rotated_head"}, free=()),
         ),
         "stablelm": Family(
             "StableLmForCausalLM",
@@ -201,6 +211,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "partial_rotary_factor": 0.25,
             },
             by_transformers=("qk_layernorm",),
+            gguf=GgufGraph(
+                "stablelm",
+                {"norm": "layer"},
+                free=("attention_bias", "rotary_share", "norm_placement"),
+            ),
         ),
     }
 )

@@ -12,6 +12,7 @@ from bloomery.facts.family_rules_dense import (
     write_cohere,
     write_rotation_in_windows,
 )
+from bloomery.facts.gguf_graphs import GgufGraph
 
 _NEIGHBORS: ModelFacts = {"rope_interleave": True}
 # Attention and MLP read the same norm, which only centers, scales and multiplies.
@@ -39,6 +40,10 @@ _GLM_DEFAULTS = {
     "attention_bias": True,
 }
 _GATE_UP = {GATE_UP: "mlp.gate_up_proj"}
+_GLM_FUSED = {GATE_UP: "ffn_up"}
+_GLM_FREE = ("attention_bias", "rotary_share")
+_COHERE_METADATA = {"logit_scale": "logit_scale"}
+_COHERE_GRAPH = {**_COHERE_FACTS, "tie_embeddings": True}
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -63,6 +68,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "rope_theta": 5e5,
                 "tie_word_embeddings": True,
             },
+            gguf=GgufGraph("ernie4_5", _NEIGHBORS, free=()),
         ),
         "helium": Family(
             "HeliumForCausalLM",
@@ -88,6 +94,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             write=write_cohere,
             defaults=_COHERE_DEFAULTS | {"rope_theta": 5e5},
             by_transformers=("use_qk_norm",),
+            gguf=GgufGraph(
+                "command-r", _COHERE_GRAPH, free=("logit_scale",), keys=_COHERE_METADATA
+            ),
         ),
         "cohere2": Family(
             "Cohere2ForCausalLM",
@@ -102,6 +111,15 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             ),
             write=lambda config: write_cohere(config) | write_rotation_in_windows(config),
             defaults=_COHERE_DEFAULTS | {"rope_theta": 1e4, "sliding_window": 4096},
+            gguf=GgufGraph(
+                "cohere2",
+                _COHERE_GRAPH,
+                free=("logit_scale", "rotary_layers"),
+                keys=_COHERE_METADATA,
+                window_period=4,
+                default_window=4096,
+                unrotated_period=4,
+            ),
         ),
         "glm": Family(
             "GlmForCausalLM",
@@ -111,6 +129,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             defaults=_GLM_DEFAULTS,
             reads_rotary_share=True,
             stored=StoredNames(fused=_GATE_UP),
+            gguf=GgufGraph(
+                "chatglm", _NEIGHBORS, free=_GLM_FREE, full_width=True, fused=_GLM_FUSED
+            ),
         ),
         "glm4": Family(
             "Glm4ForCausalLM",
@@ -126,6 +147,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                     "post_feedforward_layernorm": "post_mlp_layernorm",
                 },
                 fused=_GATE_UP,
+            ),
+            gguf=GgufGraph(
+                "glm4",
+                {**_NEIGHBORS, "norm_placement": "both"},
+                free=_GLM_FREE,
+                fused=_GLM_FUSED,
             ),
         ),
     }

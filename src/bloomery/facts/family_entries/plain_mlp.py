@@ -7,9 +7,11 @@ from bloomery.facts.config_fields import ModelFacts
 from bloomery.facts.family import BIASES, LLAMA_KEYS, Family, StoredNames
 from bloomery.facts.family_rules import windows_everywhere
 from bloomery.facts.family_rules_dense import named_dropouts, write_starcoder2
+from bloomery.facts.gguf_graphs import GgufGraph
 
 _PLAIN: ModelFacts = {"gated_mlp": False}
 _ALL_BIASES = {**BIASES, "mlp_bias": "mlp_bias"}
+_FREE_BIASES = ("attention_bias", "output_bias", "mlp_bias")
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -25,6 +27,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "hidden_act": "relu2",
                 "rope_theta": 1e4,
             },
+            gguf=GgufGraph("arcee", {**_PLAIN, "activation": "relu2"}, free=(), interleaved=True),
         ),
         "starcoder2": Family(
             "Starcoder2ForCausalLM",
@@ -49,6 +52,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "tie_word_embeddings": True,
             },
             stored=StoredNames(renamed={"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}),
+            gguf=GgufGraph(
+                "starcoder2",
+                {**_PLAIN, "norm": "layer", "activation": "gelu_tanh"},
+                free=_FREE_BIASES,
+            ),
         ),
         "nemotron": Family(
             "NemotronForCausalLM",
@@ -64,6 +72,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "rope_theta": 1e4,
                 "partial_rotary_factor": 0.5,
             },
+            gguf=GgufGraph(
+                "nemotron",
+                {**_PLAIN, "norm": "layer_unit_offset", "activation": "relu2"},
+                free=(*_FREE_BIASES, "rotary_share"),
+            ),
         ),
         "jais2": Family(
             "Jais2ForCausalLM",
@@ -79,6 +92,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "attention_bias": True,
                 "mlp_bias": True,
             },
+            gguf=GgufGraph(
+                "jais2",
+                {**_PLAIN, "norm": "layer", "activation": "relu2"},
+                free=_FREE_BIASES,
+            ),
         ),
     }
 )
