@@ -149,6 +149,9 @@ def page() -> str:
     return PAGE_HEAD + "\n" + body.replace("\n\n\n", "\n\n").rstrip() + "\n"
 
 
+HIDDEN = ("rope_scaling", "delta_net")  # sections that are off by default
+
+
 def entries(
     schema: dict[str, Any], section: dict[str, Any], indent: str, off: str | None
 ) -> Iterator[tuple[str, str]]:
@@ -172,14 +175,14 @@ def entries(
         ]
         about += f" One of {', '.join(chosen)}." if len(chosen) > 1 else ""
         if found and (
-            isinstance(default, dict) or key in ("model", "data", "train", "rope_scaling")
+            isinstance(default, dict) or key in ("model", "data", "train", *HIDDEN)
         ):
             first = [
                 one
                 for one in found
                 if not isinstance(default, dict) or takes(one, default.get("kind"))
             ][:1]
-            hidden = off if off is not None else indent if key == "rope_scaling" else None
+            hidden = off if off is not None else indent if key in HIDDEN else None
             yield line(f"{key}:", hidden is not None), part.get("description", "")
             for one in [*first, *(other for other in found if other not in first)]:
                 inner = hidden if hidden is not None else None if one in first else indent + "  "

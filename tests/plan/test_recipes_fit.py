@@ -8,7 +8,7 @@ from plan_help import gpu_machine, planned
 from bloomery.recipe.load import load_recipe, packaged
 
 # usual GPUs of these sizes
-OF_SIZE = {8: "RTX 4060", 12: "RTX 4070", 16: "RTX 4060 Ti 16GB", 24: "RTX 4090"}
+OF_SIZE = {8: "RTX 4060", 12: "RTX 4070", 16: "RTX 4060 Ti 16GB", 24: "RTX 4090", 32: "RTX 5090"}
 SMALLEST = ("train.micro_batch_size=1", "train.activation_checkpointing=full")
 FIRST_LINE = re.compile(r"# (SFT) \+ (LoRA|QLoRA): [^,]+, [^,]+, one (\d+) GB GPU\.")
 NEW = (
@@ -22,6 +22,11 @@ NEW = (
     "smollm3-3b-qlora",
     "llama3.2-1b-lora",
     "llama3.2-3b-qlora",
+    "qwen3.5-0.8b-lora",
+    "qwen3.5-2b-lora",
+    "qwen3.5-4b-qlora",
+    "qwen3.5-9b-qlora",
+    "qwen3.8-27b-qlora",
 )
 
 

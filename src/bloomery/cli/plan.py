@@ -407,6 +407,8 @@ def recipes_command(context: click.Context) -> None:
 
 # Fine-tuning recipes by the release of their model, the newest first; then pretraining and the demos.
 NEWEST_FIRST = (
+    "qwen3.8",
+    "qwen3.5",
     "smollm3",
     "qwen3",
     "gemma3",

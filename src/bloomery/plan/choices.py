@@ -15,7 +15,7 @@ from bloomery.core.units import format_count, format_seconds
 from bloomery.data.tokenizer.templates import NONE
 from bloomery.facts import attention as attention_facts
 from bloomery.facts.config import ModelConfig, TransformersBackend
-from bloomery.facts.counting import parameter_count, smallest_window
+from bloomery.facts.counting import layers, parameter_count, smallest_window
 from bloomery.facts.families import architecture_of
 from bloomery.facts.optimizers import OPTIMIZERS
 from bloomery.hardware.machine import CpuCheck
@@ -280,6 +280,7 @@ def choose_compile(
     *,
     gain: float | None = None,
     check: CpuCheck | None = None,
+    config: ModelConfig | None = None,
 ) -> Choice[bool]:
     """Compiled where the run then ends first, compiling and one resume included.
 
@@ -291,6 +292,8 @@ def choose_compile(
         return Choice(setting, ASKED)
     if isinstance(recipe.adapter, Peft):
         return Choice(False, "PEFT layers change during training")
+    if config is not None and any(layer.delta_net is not None for layer in layers(config)):
+        return Choice(False, "a delta net computes between graphs, which nobody has measured")
     if not profile.compile.value:
         return profile.compile
     if gain is not None:

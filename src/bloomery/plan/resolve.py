@@ -460,7 +460,14 @@ def _compiled(
         seconds = length.amount
     elif scale.steps is not None and (parts := estimator.step_parts(eager, scale.tokens_per_step)):
         seconds = speed.total(parts).value * scale.steps
-    return choose_compile(recipe, facts.profile, seconds, gain=gain, check=facts.machine.cpu_check)
+    return choose_compile(
+        recipe,
+        facts.profile,
+        seconds,
+        gain=gain,
+        check=facts.machine.cpu_check,
+        config=facts.config,
+    )
 
 
 def _decisions(
