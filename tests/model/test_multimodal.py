@@ -15,7 +15,7 @@ from bloomery.facts.counting import layers
 from bloomery.facts.hf_config import config_from_hf
 from bloomery.facts.published import published_config
 from bloomery.model.configs import read_config
-from bloomery.model.io.stored import find_tensors, stored_parameters
+from bloomery.model.io.stored import find_tensors, read_headers, stored_parameters
 from bloomery.model.io.weights import load_decoder, model_state, write_model
 from foreign_models import saved_gemma3
 
@@ -128,6 +128,47 @@ def test_the_text_part_says_which_family_it_is(kind, architecture, text_case, tm
     assert type(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")).__name__ == (
         architecture
     )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_qwen3_5_opens_as_its_language_model_and_names_the_rest(tied, tmp_path):
+    """As Qwen publishes it: model.language_model, model.visual, and mtp, which transformers does not read either."""
+    text_config = CASES["qwen3.5"][1] | {"tie_word_embeddings": tied}
+    vision_config = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "patch_size": 4,
+        "out_hidden_size": text_config["hidden_size"],
+        "num_position_embeddings": 16,
+    }
+    config = transformers.Qwen3_5Config(
+        text_config=text_config, vision_config=vision_config, tie_word_embeddings=tied
+    )
+    torch.manual_seed(0)
+    their_model = transformers.Qwen3_5ForConditionalGeneration(config).eval()
+    for parameter in their_model.parameters():
+        parameter.normal_(0.0, 0.2)
+    their_model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert any(name.startswith("model.language_model.layers.0.linear_attn.") for name in tensors)
+    tensors["mtp.norm.weight"] = torch.zeros(3)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+
+    num_unread = sum(name.startswith(("model.visual.", "mtp.")) for name in tensors)
+    assert read_headers(tmp_path, read_config(tmp_path)).notes == (
+        f"{num_unread} tensors of model.visual, mtp are not read: it is opened as its language model",
+    )
+    decoder = load_decoder(tmp_path)
+    expected = their_model(TOKENS % 120).logits
+    assert_close(decoder(TOKENS % 120).head, expected, atol=2e-4, rtol=0)
+    (tmp_path / "saved").mkdir()
+    write_model(model_state(decoder), decoder.config, tmp_path / "saved")
+    reloaded_model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert type(reloaded_model).__name__ == "Qwen3_5ForCausalLM"
+    assert_close(reloaded_model.eval()(TOKENS % 120).logits, expected, atol=2e-4, rtol=0)
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import open_input, read_input
+from bloomery.core.units import counted
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import Shape, layers, parameter_shapes
 from bloomery.facts.families import FAMILIES
@@ -372,10 +373,11 @@ LANGUAGE = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
+MTP = "mtp."  # further layers that guess tokens; transformers does not read them either
 VISION = (
     "visual.",
     "model.visual.",
-    "mtp.",  # further layers that guess tokens; transformers does not read them either
+    MTP,
     "vision_tower.",
     "model.audio_tower.",
     "model.embed_audio.",
@@ -390,13 +392,30 @@ VISION = (
 def _text_tensors(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """A multimodal model keeps its language model alone, under that model's own names."""
     if not any(name.startswith(tuple(LANGUAGE)) for name in tensors):
-        return tensors
+        return {name: tensor for name, tensor in tensors.items() if not name.startswith(MTP)}
     text_tensors = {}
     for name, tensor in tensors.items():
         prefix = next((prefix for prefix in LANGUAGE if name.startswith(prefix)), "")
         if not name.startswith(VISION):
             text_tensors[LANGUAGE.get(prefix, "") + name.removeprefix(prefix)] = tensor
     return text_tensors
+
+
+def _unread_parts(
+    all_tensors: Mapping[str, StoredTensor], text_tensors: Mapping[str, StoredTensor]
+) -> list[str]:
+    """A line on what a multimodal model has beside its language model."""
+    unread_names = [name for name in all_tensors if name.startswith(VISION)]
+    if len(all_tensors) == len(text_tensors) or not unread_names:
+        return []
+    parts = sorted(
+        {
+            next(prefix for prefix in VISION if name.startswith(prefix)).rstrip(".")
+            for name in unread_names
+        }
+    )
+    unread = f"{counted(len(unread_names), 'tensors')} of {', '.join(parts)}"
+    return [f"{unread} are not read: it is opened as its language model"]
 
 
 def dtype_of(folder: Path) -> "torch.dtype":
@@ -466,7 +485,7 @@ def read_headers(
     where = str(next(iter(stored.values())).path if stored else folder)
     named = transformers_names(stored, expected_names, embedding, where)
     tensors = dict(named.by_name)
-    notes = list(named.notes)
+    notes = [*_unread_parts(all_tensors, stored), *named.notes]
     if (
         (folder / SINGLE).is_file()
         and (folder / INDEX).is_file()
