@@ -157,7 +157,7 @@ def counted(count: int, things: str) -> str:
 def format_count(value: float) -> str:
     """1.24e8 -> "124 M", 3.19e9 -> "3.19 B"; three significant digits."""
     for size, suffix in ((1e12, " T"), (1e9, " B"), (1e6, " M")):
-        if abs(value) >= size:
+        if abs(value) >= 0.9995 * size:  # 999.9 million are written as 1 B
             return f"{value / size:.3g}{suffix}"
     return f"{value:,.0f}"
 
