@@ -44,6 +44,10 @@ FITTING = {
     "arcee": {"mlp_bias": False},
     "ernie4.5": {"use_bias": False},
     "glm": {"head_dim": 12},
+    "qwen3.5": {
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_value_head_dim": 8,
+    },
 }
 EXPORTED = ["gpt2", "llama3-gqa-tied", "gemma2", "qwen3", "lfm2", "granite", "ministral3"]
 ALSO = [
@@ -120,7 +124,7 @@ def test_every_family_computes_the_same_and_comes_back_whole(case: str, tmp_path
 
 
 # Their graphs are compared with llama.cpp itself (`test_gguf_xllamacpp.py`).
-OTHERS = ["cohere2", "glm4", "nemotron", "stablelm-parallel"]
+OTHERS = ["cohere2", "glm4", "nemotron", "stablelm-parallel", "qwen3.5"]
 OTHERS_ALSO = (
     "cohere hunyuan jais2 stablelm exaone4-full seed-oss arcee ernie4.5 starcoder2 glm".split()
 )
@@ -191,6 +195,37 @@ def test_an_adapter_is_merged_or_goes_alone(tmp_path: Path) -> None:
         np.testing.assert_allclose(whole[name], plain[name] + B @ A / len(A), atol=1e-5)
     with pytest.raises(UserError, match="full model"):
         export_gguf_adapter(find_model(source), tmp_path / "none.gguf")
+
+
+def test_an_adapter_of_delta_nets_moves_its_rows_and_columns(tmp_path: Path) -> None:
+    """llama.cpp has value heads in another order: the same file comes of merging first, and of adding B @ A there."""
+    source = saved_case("qwen3.5", tmp_path / "source", **FITTING["qwen3.5"])
+    targets = ["in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"]
+    adapter = find_model(saved_adapter(source, tmp_path / "adapter", targets))
+    merged = export_gguf(adapter, tmp_path / "merged.gguf", kind="f32").folder
+    base = export_gguf(find_model(source), tmp_path / "base.gguf", kind="f32").folder
+    lora = export_gguf_adapter(adapter, tmp_path / "lora.gguf", kind="f32").folder
+    pairs, whole, plain = (
+        {each.name: each.data for each in gguf.GGUFReader(path).tensors}
+        for path in (lora, merged, base)
+    )
+    for target in ("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta", "ssm_out"):
+        name = f"blk.0.{target}.weight"
+        A, B = pairs[f"{name}.lora_a"], pairs[f"{name}.lora_b"]
+        assert np.abs(whole[name] - plain[name]).max() > 0.1
+        np.testing.assert_allclose(whole[name], plain[name] + B @ A / len(A), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"layer_types": ["full_attention"] + ["linear_attention"] * 3}, "each n-th layer"),
+        ({"linear_value_head_dim": 12}, "values as wide as keys"),
+    ],
+)
+def test_other_delta_nets_are_refused(changed: dict, problem: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=problem):
+        exported("qwen3.5", tmp_path, **changed)
 
 
 def test_rows_that_no_block_divides_are_named(tmp_path: Path) -> None:

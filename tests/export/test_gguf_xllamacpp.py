@@ -15,9 +15,14 @@ llama_cpp = pytest.importorskip("xllamacpp", reason="not installed: pip install 
 pytestmark = pytest.mark.soak
 CASES = (
     "llama-yarn olmo3 ministral3 granite granite4 lfm2 hunyuan cohere cohere2 glm glm4 nemotron jais2 stablelm"
-    " stablelm-parallel exaone4-full seed-oss arcee ernie4.5 starcoder2 exaone4"
+    " stablelm-parallel exaone4-full seed-oss arcee ernie4.5 starcoder2 exaone4 qwen3.5"
 ).split()
 FITTING = {  # what their graphs need
+    "qwen3.5": {
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_value_head_dim": 32,
+        "linear_key_head_dim": 32,
+    },
     "seed-oss": {"attention_out_bias": False},
     "arcee": {"mlp_bias": False},
     "ernie4.5": {"use_bias": False},

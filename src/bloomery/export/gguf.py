@@ -33,6 +33,7 @@ from bloomery.export.gguf_format import (
     ALIGNMENT,
     ELSEWHERE,
     GgufTensor,
+    attention_interval,
     bytes_in_file,
     computed_tensors,
     encoded,
@@ -48,7 +49,7 @@ from bloomery.export.gguf_format import (
 )
 from bloomery.export.layouts import Exported, draft_of, merged_state, open_merged
 from bloomery.export.verify import verify_gguf
-from bloomery.facts.config import ModelConfig
+from bloomery.facts.config import DeltaNet, ModelConfig
 from bloomery.facts.counting import layers, parameter_shapes, smallest_window
 from bloomery.facts.hf_config import config_to_hf
 from bloomery.infer.load import Use
@@ -74,7 +75,8 @@ def _describe_model(writer: Any, config: ModelConfig, library: Any) -> None:
     writer.add_feed_forward_length(first_layer.intermediate_size)
     writer.add_head_count(first_layer.num_heads)
     heads_by_layer = [layer.num_kv_heads for layer in layers(config)]
-    is_hybrid = len(set(heads_by_layer)) > 1
+    graph = supported_graph(config)
+    is_hybrid = len(set(heads_by_layer)) > 1 and not graph.has_delta_nets
     writer.add_head_count_kv(heads_by_layer if is_hybrid else first_layer.num_kv_heads)
     writer.add_key_length(first_layer.head_dim)
     writer.add_value_length(first_layer.head_dim)
@@ -87,7 +89,8 @@ def _describe_model(writer: Any, config: ModelConfig, library: Any) -> None:
         writer.add_attn_logit_softcapping(config.attention_softcap)
     if config.final_softcap is not None:
         writer.add_final_logit_softcapping(config.final_softcap)
-    graph = supported_graph(config)
+    if config.delta_net is not None:
+        _describe_delta_nets(writer, config, config.delta_net)
     stated = config_to_hf(config)
     for key, name in graph.keys.items():
         add = writer.add_uint32 if isinstance(stated[key], int) else writer.add_float32
@@ -130,6 +133,22 @@ def _describe_model(writer: Any, config: ModelConfig, library: Any) -> None:
         writer.add_rope_scaling_type(library.RopeScalingType.LONGROPE)
         writer.add_rope_scaling_orig_ctx_len(original_context)
         writer.add_rope_scaling_attn_factors(table_scale(config, scaling))
+
+
+def _describe_delta_nets(writer: Any, config: ModelConfig, sizes: DeltaNet) -> None:
+    interval = attention_interval(config)
+    assert interval is not None, "`unsupported` refuses other orders of layers"
+    writer.add_full_attention_interval(interval)
+    writer.add_ssm_conv_kernel(sizes.kernel)
+    writer.add_ssm_state_size(sizes.key_head_dim)
+    writer.add_ssm_group_count(sizes.num_key_heads)
+    writer.add_ssm_time_step_rank(sizes.num_value_heads)
+    writer.add_ssm_inner_size(sizes.value_width)
+    # Pairs of a head that turn with the time, the height and the width of a position: in a text all three are the same.
+    rotation = first_with_heads(config).rotation
+    assert rotation is not None, "the family rotates every head"
+    pairs = rotation.width // 2
+    writer.add_rope_dimension_sections([(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0])
 
 
 def _describe_vocabulary(writer: Any, tokenizer: Tokenizer, config: ModelConfig) -> None:
@@ -341,8 +360,8 @@ def write_gguf(
 
 
 def _encoded_rows(piece: GgufTensor, source: ParameterSource, kind: str) -> Iterator[memoryview]:
-    """The bytes of a tensor of the file, a few rows at a time; of q and k, whose rows are reordered, all at once."""
-    if piece.heads:
+    """The bytes of a tensor of the file, a few rows at a time; where rows are reordered, as of q and k, all at once."""
+    if piece.moves_rows:
         parameters = [source.parameter(part) for part in piece.parts]
         all_rows: Iterator[Tensor] = iter((torch.cat(parameters),))
     else:
@@ -468,7 +487,8 @@ def export_gguf_adapter(files: ModelFiles, out: Path, *, kind: str = "f16") -> E
             A, B = (reader.read(matrix).float() for matrix in stored_pair)
             # llama.cpp multiplies by alpha / rank, where alpha is 1 here and the rank is that of the stored pair.
             B = B * (pairs_by_stored_name[target].scale * A.shape[0])
-            for suffix, matrix in (("lora_a", A), ("lora_b", piece.apply(B))):
+            A, B = piece.apply_to_pair(A, B)
+            for suffix, matrix in (("lora_a", A), ("lora_b", B)):
                 content = encoded(matrix.contiguous(), kind, piece.name).data
                 name = f"{piece.name}.{suffix}"
                 chunks = partial(iter, (content,))

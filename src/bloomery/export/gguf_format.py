@@ -25,7 +25,13 @@ from bloomery.facts.counting import (
     smallest_window,
 )
 from bloomery.facts.families import FAMILIES, family_label
-from bloomery.facts.gguf_graphs import LAYER_TENSORS, OUTER_TENSORS, PLAIN_GRAPH, GgufGraph
+from bloomery.facts.gguf_graphs import (
+    BARE_TENSORS,
+    LAYER_TENSORS,
+    OUTER_TENSORS,
+    PLAIN_GRAPH,
+    GgufGraph,
+)
 from bloomery.model.rope import frequencies
 
 ALIGNMENT = 32
@@ -33,7 +39,7 @@ BLOCK = 32  # numbers that share a scale in q8_0 and q4_0
 # that a K type stores together; llama-quantize takes q5_0, q5_1 or q8_0 for other rows
 K_BLOCK = 256
 # Matrices that llama.cpp reads in float32 alone.
-KEPT = ("position_embd.weight", ".shortconv.conv.weight")
+KEPT = ("position_embd.weight", ".shortconv.conv.weight", ".ssm_conv1d.weight")
 ELSEWHERE = "export it with --to hf, which transformers and vLLM run"
 Array = np.ndarray[Any, Any]
 
@@ -85,6 +91,11 @@ def unsupported(config: ModelConfig) -> str | None:
     first_layer = first_with_heads(config)
     if config.short_convolution is not None and config.short_convolution.bias:
         return f"{graph} has no biases in convolutions, and the model does"
+    if architecture.has_delta_nets and attention_interval(config) is None:
+        return f"{graph} has attention in each n-th layer, and the model in others"
+    sizes = config.delta_net
+    if sizes is not None and sizes.key_head_dim != sizes.value_head_dim:
+        return f"{graph} has values as wide as keys in delta nets, and the model has not"
     if architecture.full_width and first_layer.query_width != config.hidden_size:
         return (
             f"{graph} needs heads of {config.hidden_size} numbers together, and the model has "
@@ -145,6 +156,18 @@ def unsupported(config: ModelConfig) -> str | None:
     return None
 
 
+def attention_interval(config: ModelConfig) -> int | None:
+    """n, where each n-th layer has attention and all others a delta net; None where that is not so."""
+    interval = 1 + next(
+        (number for number, mixer in enumerate(config.mixers) if mixer == "attention"), 0
+    )
+    expected = tuple(
+        "delta_net" if (number + 1) % interval else "attention"
+        for number in range(config.num_layers)
+    )
+    return interval if config.mixers == expected else None
+
+
 def first_with_heads(config: ModelConfig) -> Layer:
     """The layer whose heads stand for those of all others: a graph of llama.cpp has one size of them."""
     return next(iter(attention_layers(config)), layers(config)[0])
@@ -196,10 +219,33 @@ def composes(description: Mapping[str, Any]) -> bool:
 
 
 @dataclass(frozen=True)
+class ValueHeads:
+    """Where a tensor has the value heads of a delta net: from the row or column `first` on, `width` for each.
+
+    The decoder has those of a key head next to each other, the file the first ones of all key heads, then the second
+    ones: ggml repeats keys as a whole.
+    """
+
+    key_heads: int
+    per_key: int
+    width: int
+    first: int = 0
+    in_columns: bool = False
+
+    def apply(self, numbers: Tensor, *, undo: bool = False) -> Tensor:
+        axis = 1 if self.in_columns else 0
+        before, heads = numbers.split([self.first, numbers.shape[axis] - self.first], axis)
+        order = (self.key_heads, self.per_key)[:: -1 if undo else 1]
+        parts = heads.unflatten(axis, (*order, self.width))
+        return torch.cat((before, parts.transpose(axis, axis + 1).flatten(axis, axis + 2)), axis)
+
+
+@dataclass(frozen=True)
 class GgufTensor:
     """A tensor of the file. `parts`: our parameters, one below the other; empty for one that is computed.
 
     `heads`: of q or k, whose rows are interleaved; 0: they are in the same order. `shift` is added to each number.
+    `value_heads`: of a delta net, which have another order. `is_decay`: the file has -exp of each number.
     """
 
     name: str
@@ -207,6 +253,20 @@ class GgufTensor:
     shape: tuple[int, ...]
     heads: int = 0
     shift: float = 0.0
+    value_heads: ValueHeads | None = None
+    is_decay: bool = False
+
+    @property
+    def moves_rows(self) -> bool:
+        """Whether rows have another order in the file."""
+        has_columns = self.value_heads is not None and self.value_heads.in_columns
+        return self.heads > 0 or (self.value_heads is not None and not has_columns)
+
+    def apply_to_pair(self, A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
+        """LoRA's matrices of this one: what moves its columns moves A's, all else is done to B."""
+        if self.value_heads is not None and self.value_heads.in_columns:
+            return self.value_heads.apply(A), B
+        return A, self.apply(B)
 
     def apply(self, rows: Tensor, *, undo: bool = False) -> Tensor:
         """The decoder's rows in the order of the file, shifted; `undo`: the reverse.
@@ -220,6 +280,10 @@ class GgufTensor:
             order = (self.heads, half, 2) if undo else (self.heads, 2, half)
             heads = rows.reshape(*order, *rows.shape[1:])
             rows = heads.swapaxes(1, 2).reshape(rows.shape)
+        if self.value_heads is not None:
+            rows = self.value_heads.apply(rows, undo=undo)
+        if self.is_decay:
+            return rows.neg().log() if undo else rows.exp().neg()
         if not self.shift:
             return rows
         return rows + (-self.shift if undo else self.shift)
@@ -240,6 +304,16 @@ def gguf_tensors(config: ModelConfig) -> tuple[GgufTensor, ...]:
         else:
             # A module of a layer, alone or fused with others.
             _, _, number, inner_module = module.split(".", 3)
+            if target := BARE_TENSORS.get(f"{inner_module}.{kind}", ""):
+                bare = f"blk.{number}.{target}"
+                pieces[bare] = GgufTensor(
+                    bare,
+                    (name,),
+                    shape,
+                    value_heads=_value_heads(config, target),
+                    is_decay=kind == "A_log",
+                )
+                continue
             prefix = f"blk.{number}."
             inner_modules: tuple[str, ...] = (inner_module,)
             target = LAYER_TENSORS.get(inner_module, "")
@@ -262,17 +336,43 @@ def gguf_tensors(config: ModelConfig) -> tuple[GgufTensor, ...]:
             heads = layer.num_heads if target == "attn_q" else layer.num_kv_heads
         shift = (
             1.0
-            if config.norm.endswith("unit_offset") and "norm" in target and kind == "weight"
+            if config.norm.endswith("unit_offset")
+            and "norm" in target
+            and target != "ssm_norm"  # of a delta net, which has no offset
+            and kind == "weight"
             else 0.0
         )
         tensor = f"{prefix}{target}.{kind}"
         inner_shape = shape[2:] if len(shape) == 3 else shape[1:]
-        piece = GgufTensor(tensor, parts, (num_rows, *inner_shape), heads, shift)
+        order = _value_heads(config, target)
+        piece = GgufTensor(tensor, parts, (num_rows, *inner_shape), heads, shift, order)
         pieces.setdefault(tensor, piece)
     if graph.has_own_head and config.tie_embeddings:
         embedding = "model.embed_tokens.weight"
         pieces["output.weight"] = GgufTensor("output.weight", (embedding,), shapes[embedding])
     return tuple(pieces.values())
+
+
+def _value_heads(config: ModelConfig, target: str) -> ValueHeads | None:
+    """Where a tensor of a delta net has its value heads; None: nowhere, or their order is the same."""
+    sizes = config.delta_net
+    if sizes is None or sizes.num_key_heads == sizes.num_value_heads:
+        return None
+    per_key = sizes.num_value_heads // sizes.num_key_heads
+
+    def heads(width: int, first: int = 0, *, in_columns: bool = False) -> ValueHeads:
+        return ValueHeads(sizes.num_key_heads, per_key, width, first, in_columns)
+
+    return {
+        "attn_qkv": heads(sizes.value_head_dim, 2 * sizes.key_width),
+        "ssm_conv1d": heads(sizes.value_head_dim, 2 * sizes.key_width),
+        "attn_gate": heads(sizes.value_head_dim),
+        "ssm_beta": heads(1),
+        "ssm_alpha": heads(1),
+        "ssm_dt.bias": heads(1),
+        "ssm_a": heads(1),
+        "ssm_out": heads(sizes.value_head_dim, in_columns=True),
+    }.get(target)
 
 
 def computed_tensors(config: ModelConfig) -> dict[str, Array]:

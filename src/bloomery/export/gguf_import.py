@@ -338,6 +338,8 @@ def config_of(metadata: Json, tensors: Mapping[str, StoredGgufTensor], path: Pat
         raw_config["layer_types"] = [
             "full_attention" if count else "conv" for count in heads_by_layer
         ]
+    if graph.has_delta_nets:
+        raw_config |= _delta_nets(fact)
     raw_config["tie_word_embeddings"] = "output.weight" not in tensors
     for role, name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         raw_config[f"{role}_token_id"] = metadata.get(f"tokenizer.ggml.{name}_token_id")
@@ -371,6 +373,21 @@ def config_of(metadata: Json, tensors: Mapping[str, StoredGgufTensor], path: Pat
         growth = {"llama_4_scaling_beta": fact("attention.temperature_scale", 0.0)}
         raw_config["rope_parameters"] |= growth
     return config_from_hf(raw_config, where=str(path))
+
+
+def _delta_nets(fact: Any) -> Json:
+    """The keys of config.json about delta nets."""
+    num_value_heads = fact("ssm.time_step_rank")
+    inner_size = fact("ssm.inner_size")
+    are_sizes = type(num_value_heads) is int and type(inner_size) is int and num_value_heads > 0
+    return {
+        "full_attention_interval": fact("full_attention_interval", 4),
+        "linear_conv_kernel_dim": fact("ssm.conv_kernel"),
+        "linear_num_key_heads": fact("ssm.group_count"),
+        "linear_num_value_heads": num_value_heads,
+        "linear_key_head_dim": fact("ssm.state_size"),
+        "linear_value_head_dim": inner_size // num_value_heads if are_sizes else None,
+    }
 
 
 _BIASED_TENSORS = {"attention_bias": "attn_q", "output_bias": "attn_output", "mlp_bias": "ffn_up"}

@@ -162,8 +162,8 @@ def _check_tensors(
 def _expected_rows(
     piece: GgufTensor, source_rows: Callable[[str], Iterator[Tensor]]
 ) -> Iterator[Tensor]:
-    """The numbers of a tensor in the file's order: of q and k, whose rows are reordered, all at once."""
-    if piece.heads:
+    """The numbers of a tensor in the file's order: where rows are reordered, as of q and k, all at once."""
+    if piece.moves_rows:
         # The source reuses the memory of its rows, so that they are copied before the next are taken.
         all_rows = [rows.float().clone() for part in piece.parts for rows in source_rows(part)]
         yield piece.apply(torch.cat(all_rows))

@@ -39,6 +39,8 @@ class GgufGraph:
     unrotated_period: int = 0  # each n-th layer does not rotate; 0: all do
     # layers with a window rotate by the base of the others, without its scaling
     plain_window_rotation: bool = False
+    # layers are delta nets, with attention in each n-th one: the metadata states their sizes and n
+    has_delta_nets: bool = False
 
 
 PLAIN_GRAPH: Mapping[str, Any] = MappingProxyType(
@@ -65,6 +67,7 @@ PLAIN_GRAPH: Mapping[str, Any] = MappingProxyType(
         "residual_multiplier": 1.0,
         "attention_bias": False,
         "output_bias": False,
+        "attention_gate": False,
         "mlp_bias": False,
         "head": "tokens",
     }
@@ -77,6 +80,13 @@ LAYER_TENSORS = MappingProxyType(
         "self_attn.k_proj": "attn_k",
         "self_attn.v_proj": "attn_v",
         "self_attn.o_proj": "attn_output",
+        "linear_attn.in_proj_qkv": "attn_qkv",
+        "linear_attn.in_proj_z": "attn_gate",
+        "linear_attn.in_proj_b": "ssm_beta",
+        "linear_attn.in_proj_a": "ssm_alpha",
+        "linear_attn.conv1d": "ssm_conv1d",
+        "linear_attn.norm": "ssm_norm",
+        "linear_attn.out_proj": "ssm_out",
         "conv.in_proj": "shortconv.in_proj",
         "conv.conv": "shortconv.conv",
         "conv.out_proj": "shortconv.out_proj",
@@ -89,6 +99,10 @@ LAYER_TENSORS = MappingProxyType(
         "pre_feedforward_layernorm": "ffn_norm",
         "post_feedforward_layernorm": "post_ffw_norm",
     }
+)
+# Parameters of a layer that are neither a weight nor a bias of a module.
+BARE_TENSORS = MappingProxyType(
+    {"linear_attn.dt_bias": "ssm_dt.bias", "linear_attn.A_log": "ssm_a"}
 )
 OUTER_TENSORS = MappingProxyType(
     {

@@ -54,6 +54,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             extra=qwen3_5_mixers,
             write=write_qwen3_5,
             reads_rotary_share=True,
+            gguf=GgufGraph(
+                "qwen35",
+                {"norm": "rms_unit_offset", "qk_norm": "head", "attention_gate": True},
+                free=("mixers", "rotary_share"),
+                renamed={"post_attention_layernorm": "post_attention_norm"},
+                has_delta_nets=True,
+            ),
             classifier="Qwen3_5Text",
             defaults={
                 "head_dim": 256,
