@@ -419,6 +419,7 @@ def other_attention(plan: RunPlan) -> str | None:
             window=window is not None and window < length,
             softcap=config.attention_softcap is not None,
             dropout=config.attention_dropout > 0,
+            sinks=config.attention_sinks,
             float32=plan.train.precision == "float32",
             torch=plan.torch or None,
         )

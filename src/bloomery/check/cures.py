@@ -106,6 +106,7 @@ def _with_precision(plan: RunPlan, precision: Precision) -> RunPlan:
         window=False,
         softcap=config.attention_softcap is not None,
         dropout=False,
+        sinks=config.attention_sinks,
         float32=precision == "float32",
     )
     optimizer = plan.optimizer.model_copy(update={"stochastic_rounding": False})

@@ -25,6 +25,9 @@ SDPA_OPERATORS = (
 )
 
 
+NO_SINKS = "scaled_dot_product_attention has no sinks"
+
+
 @dataclass(frozen=True, kw_only=True)
 class BackendSupport:
     """The features of a backend; text is the reason that one is missing.
@@ -45,6 +48,7 @@ class BackendSupport:
     window: str | None = None
     softcap: str | None = None
     dropout: str | None = None
+    sinks: str | None = None
 
     def __post_init__(self) -> None:
         assert (self.needs is None) == (not self.needs_reason), (
@@ -62,10 +66,12 @@ BACKENDS = OpenTable(
             operators=SDPA_OPERATORS,
             packed="a causal flag cannot mask documents",
             softcap="scaled_dot_product_attention has no soft-cap",
+            sinks=NO_SINKS,
         ),
         "mask": BackendSupport(
             operators=SDPA_OPERATORS,
             softcap="scaled_dot_product_attention has no soft-cap",
+            sinks=NO_SINKS,
         ),
         "per_document": BackendSupport(
             operators=("bloomery::per_document",),
@@ -87,6 +93,7 @@ BACKENDS = OpenTable(
             window="not every build of varlen_attn has windows",
             softcap="varlen_attn has no soft-cap",
             dropout="varlen_attn has no dropout",
+            sinks="varlen_attn has no sinks",
         ),
         "flex": BackendSupport(
             # As it is written, and as one piece of code that torch has compiled (`model.attention.attend`).
@@ -94,11 +101,13 @@ BACKENDS = OpenTable(
             needs="flex",
             needs_reason="FlexAttention has no backward on the CPU",
             dropout="FlexAttention has no dropout",
+            sinks="sinks have not been tried with FlexAttention",
         ),
         "triton": BackendSupport(
             operators=("bloomery::triton",),
             needs="triton",
             needs_reason="Triton compiles for GPUs",
+            sinks="sinks have not been tried with Triton",
         ),
         "blockwise": BackendSupport(operators=("bloomery::blockwise",)),
         "math": BackendSupport(operators=()),
@@ -114,6 +123,7 @@ def missing_feature(
     window: bool,
     softcap: bool,
     dropout: bool,
+    sinks: bool = False,
     float32: bool = False,
     torch: str | None = None,
 ) -> str | None:
@@ -134,6 +144,7 @@ def missing_feature(
         (window, facts.window),
         (softcap, facts.softcap),
         (dropout, facts.dropout),
+        (sinks, facts.sinks),
     )
     return next((reason for is_needed, reason in needs if is_needed and reason), None)
 
@@ -152,6 +163,7 @@ def choose_backend(
     window: int | None,
     softcap: float | None,
     dropout: float,
+    sinks: bool = False,
     float32: bool = False,
     torch: str | None = None,
     absent: Mapping[str, str] = MappingProxyType({}),
@@ -175,6 +187,7 @@ def choose_backend(
             window=bites,
             softcap=softcap is not None,
             dropout=dropout > 0,
+            sinks=sinks,
             float32=float32,
             torch=torch,
         )

@@ -73,15 +73,13 @@ class TransformersBackend:
 class Experts:
     """A mixture of experts in place of each MLP. It is planned and not trained: no code computes it.
 
-    `per_token` of `count` gated MLPs compute each token. `bias`: of each expert and of the router, as in GPT-OSS;
-    `sinks`: one number for each head in the softmax of attention.
+    `per_token` of `count` gated MLPs compute each token. `bias`: of each expert and of the router, as in GPT-OSS.
     """
 
     count: int
     per_token: int
     width: int
     bias: bool = False
-    sinks: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +175,8 @@ class ModelConfig:
     layer_sizes: tuple[LayerSizes, ...] = ()  # per layer; empty: the sizes above hold for every one
     attention_scale: float | None = None  # None: head_dim ** -0.5
     attention_softcap: float | None = None
+    # a logit of each head that takes a share of its softmax and has no value, as in gpt-oss
+    attention_sinks: bool = False
     final_softcap: float | None = None
     logit_scale: float = 1.0  # of the logits; a reward model has none
     scale_embeddings: bool = False

@@ -201,7 +201,7 @@ def _layer(config: ModelConfig, index: int) -> Layer:
         matrices = tuple(_matrices(config, index, sizes, mixer))
         shapes = tuple(_block_shapes(config, index, sizes, mixer, matrices))
         if config.experts is not None:
-            shapes += tuple(_expert_shapes(config, sizes, config.experts))
+            shapes += tuple(_expert_shapes(config, config.experts))
             idle_parameters, expert_products = _expert_work(config, config.experts)
             expert_share = config.experts.per_token / config.experts.count
     scale = config.attention_scale
@@ -376,6 +376,8 @@ def _block_shapes(
         )
         if config.short_convolution.bias:
             yield "conv.conv.bias", (config.hidden_size,)
+    if mixer == "attention" and config.attention_sinks:
+        yield "self_attn.sinks", (sizes.num_heads,)
     for matrix in matrices:
         yield f"{matrix.name}.weight", (matrix.outputs, matrix.inputs)
         if matrix.bias:
@@ -411,9 +413,7 @@ def _norm_shapes(config: ModelConfig, name: str, width: int) -> Iterator[tuple[s
         yield f"{name}.bias", (width,)
 
 
-def _expert_shapes(
-    config: ModelConfig, sizes: LayerSizes, experts: Experts
-) -> Iterator[tuple[str, Shape]]:
+def _expert_shapes(config: ModelConfig, experts: Experts) -> Iterator[tuple[str, Shape]]:
     """The router, and all experts with their matrices stacked: a plan quantizes and counts them as matrices."""
     width = config.hidden_size
     count = experts.count
@@ -424,8 +424,6 @@ def _expert_shapes(
     if experts.bias:
         yield "mlp.router.bias", (count,)
         yield "mlp.experts.biases", (count * (2 * experts.width + width),)
-    if experts.sinks:
-        yield "self_attn.sinks", (sizes.num_heads,)
 
 
 def _expert_work(config: ModelConfig, experts: Experts) -> tuple[int, int]:

@@ -48,7 +48,7 @@ FAMILIES: OpenTable[Family] = OpenTable(
 class ExpertFamily:
     """A mixture of experts that is planned and not trained: its dense kin with experts in place of each MLP.
 
-    `bias` and `sinks` as in `config.Experts`.
+    `bias` as in `config.Experts`; `sinks`: its attention has them.
     """
 
     label: str

@@ -60,6 +60,7 @@ PLAIN_GRAPH: Mapping[str, Any] = MappingProxyType(
         "mixers": (),
         "attention_scale": None,
         "attention_softcap": None,
+        "attention_sinks": False,
         "final_softcap": None,
         "logit_scale": 1.0,
         "scale_embeddings": False,

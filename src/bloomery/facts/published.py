@@ -98,7 +98,6 @@ def entry_config(entry: Published, *, where: str) -> ModelConfig:
         per_token=settings["num_experts_per_tok"],
         width=settings.get("moe_intermediate_size", settings["intermediate_size"]),
         bias=family.bias,
-        sinks=family.sinks,
     )
     # A token passes through `per_token` experts: together they are as wide as one MLP.
     dense_settings = settings | {
@@ -106,7 +105,7 @@ def entry_config(entry: Published, *, where: str) -> ModelConfig:
         "intermediate_size": experts.per_token * experts.width,
     }
     dense_config = config_from_hf(dense_settings, where=where)
-    return replace(dense_config, family=entry.kind, experts=experts)
+    return replace(dense_config, family=entry.kind, experts=experts, attention_sinks=family.sinks)
 
 
 def similar_names(name: str) -> list[str]:

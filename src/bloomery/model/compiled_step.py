@@ -460,6 +460,8 @@ def _unsupported(decoder: Decoder) -> str | None:
         return "it is not on a CPU"
     if config.rope_scaling is not None and config.rope_scaling.kind in ("dynamic", "longrope"):
         return "its positions depend on a text's length"
+    if config.attention_sinks:
+        return "its attention has sinks"
     # The code reads a matrix in full cache lines, and a head in full vectors.
     for layer in layers(config):
         if layer.keys_of is not None or layer.lends_keys or layer.keys_are_values:

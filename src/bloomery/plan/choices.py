@@ -146,6 +146,7 @@ def choose_attention(
             window=window is not None and window < recipe.data.sequence_length,
             softcap=config.attention_softcap is not None,
             dropout=config.attention_dropout > 0,
+            sinks=config.attention_sinks,
             float32=precision == "float32",
             torch=torch,
         )
@@ -167,6 +168,7 @@ def choose_attention(
             window=smallest_window(config),
             softcap=config.attention_softcap,
             dropout=config.attention_dropout,
+            sinks=config.attention_sinks,
             float32=precision == "float32",
             torch=torch,
             absent=absent,
@@ -226,6 +228,7 @@ def decodes_with_kernel(
         window=smallest_window(config),
         softcap=config.attention_softcap,
         dropout=0.0,
+        sinks=config.attention_sinks,
         float32=precision == "float32",
         torch=torch,
         absent=absent,

@@ -704,6 +704,9 @@ def refuse_context(recipe: Recipe, config: ModelConfig, devices: int) -> None:
         name = sorted(mixers)[0].replace("_", " ")
         problem = f"each layer with a {name} reads whole sequences, which devices cannot share"
         fix = "set parallel.context=1, and parallel.shard for memory"
+    elif config.attention_sinks:
+        problem = "devices that share sequences share heads, and not the sinks of their attention"
+        fix = "set parallel.context=1, and parallel.shard for memory"
     elif devices % size:
         problem = f"{counted(devices, 'devices')} cannot be divided into groups of {size:,} that share sequences"
         fix = f"set parallel.context={math.gcd(devices, size)}, or train on a multiple of {size:,}"

@@ -39,8 +39,8 @@ _GLM_DEFAULTS = {
     "partial_rotary_factor": 0.5,
     "attention_bias": True,
 }
-_GATE_UP = {GATE_UP: "mlp.gate_up_proj"}
-_GLM_FUSED = {GATE_UP: "ffn_up"}
+_GATE_UP: Mapping[tuple[str, ...], str] = {GATE_UP: "mlp.gate_up_proj"}
+_GLM_FUSED: Mapping[tuple[str, ...], str] = {GATE_UP: "ffn_up"}
 _GLM_FREE = ("attention_bias", "rotary_share")
 _COHERE_METADATA = {"logit_scale": "logit_scale"}
 _COHERE_GRAPH = {**_COHERE_FACTS, "tie_embeddings": True}

@@ -177,8 +177,10 @@ def attend(
     softcap: float | None,
     scale: float,
     dropout: float,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """[B, H, T, E]. `window`: keys a query sees, itself included; `softcap`: c tanh(score / c) on the scaled scores.
+    """[B, H, T, E]. `window`: keys a query sees, itself included; `softcap`: c tanh(score / c) on the scaled scores;
+    `sinks_H`: a logit of each head that takes a share of its softmax, and has no value.
 
     `sdpa`, `mask` and `math` take more keys than queries (a cache): the queries are then the last positions of a row.
     `backend`: a name, or a function in its place.
@@ -189,7 +191,11 @@ def attend(
     k_BKSE = k_BKSE.to(dtype)
     v_BKSE = v_BKSE.to(dtype)
     options = Options(
-        None if window is None or window >= k_BKSE.shape[2] else window, softcap, scale, dropout
+        None if window is None or window >= k_BKSE.shape[2] else window,
+        softcap,
+        scale,
+        dropout,
+        sinks_H,
     )
     run = _BACKENDS[backend] if isinstance(backend, str) else backend
     return run(q_BHTE, k_BKSE, v_BKSE, layout, options)
@@ -208,6 +214,7 @@ def _sdpa(
 ) -> Tensor:
     """scaled_dot_product_attention, with a mask only where the causal flag is not enough."""
     assert options.softcap is None, "scaled_dot_product_attention has no soft-cap"
+    assert options.sinks_H is None, "scaled_dot_product_attention has no sinks"
     queries = q_BHTE.shape[2]
     keys = k_BKSE.shape[2]
     has_no_mask = layout.mask_B1TS is None and options.window is None
@@ -241,8 +248,12 @@ def _math(
     if options.softcap is not None:
         scores = options.softcap * torch.tanh(scores / options.softcap)
     scores = scores.masked_fill(~_seen(q_BHTE, k_BKSE, layout, options.window), float("-inf"))
-    shares = F.dropout(torch.softmax(scores, -1), options.dropout).to(q_BHTE.dtype)
-    return (shares.view(batch, key_heads, -1, keys) @ v_BKSE).view(q_BHTE.shape)
+    if options.sinks_H is not None:
+        sinks = options.sinks_H.to(scores.dtype)[:, None, None].expand(batch, -1, queries, 1)
+        scores = torch.cat((scores, sinks), -1)
+    shares = torch.softmax(scores, -1)[..., :keys]
+    shares = F.dropout(shares, options.dropout).to(q_BHTE.dtype)
+    return (shares.reshape(batch, key_heads, -1, keys) @ v_BKSE).view(q_BHTE.shape)
 
 
 def _blockwise(
@@ -255,6 +266,7 @@ def _blockwise(
 def _triton(
     q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, layout: DocumentLayout, options: Options
 ) -> Tensor:
+    assert options.sinks_H is None, "sinks have not been tried with Triton"
     documents = QueryDocuments(layout.first_BT, None, _seed(options.dropout))
     return triton(q_BHTE, k_BKTE, v_BKTE, documents, options)
 
@@ -265,6 +277,7 @@ def decode(
     """Triton's kernel for one new token of each text, over the keys of a cache; no gradients."""
     assert q_BHTE.shape[2] == 1, "several tokens of a text see different keys"
     assert options.window is None, "a cache keeps no key before a window"
+    assert options.sinks_H is None, "the kernel for decoding has no sinks"
     numbers: Tensor = triton_decode(
         q_BHTE, k_BKSE, v_BKSE, layout.num_keys_B, options.softcap, options.scale
     )
@@ -292,6 +305,7 @@ def _flex(
 ) -> Tensor:
     """[B, H, T, E]; compiled by torch on first use. No dropout; no backward on the CPU."""
     assert options.dropout == 0, "FlexAttention has no dropout"
+    assert options.sinks_H is None, "sinks have not been tried with FlexAttention"
     softcap = options.softcap
     mask = block_mask(layout.first_BT, q_BHTE.shape[2], options.window, q_BHTE.device)
 
@@ -317,6 +331,7 @@ def _varlen(
 
     assert options.dropout == 0, "varlen_attn has no dropout"
     assert options.softcap is None, "varlen_attn has no soft-cap"
+    assert options.sinks_H is None, "varlen_attn has no sinks"
     assert options.window is None, "windows are FlexAttention's"
     batch, heads, length, _ = q_BHTE.shape
     offsets = layout.offsets

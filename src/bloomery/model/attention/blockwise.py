@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from bloomery.facts.limits import ATTENTION_BLOCK as BLOCK
 from bloomery.facts.limits import CPU_SCORES, GPU_SCORES
+from bloomery.model.attention.sinks import SinkAttention
 
 
 class Options(NamedTuple):
@@ -26,6 +27,12 @@ class Options(NamedTuple):
     softcap: float | None
     scale: float
     dropout: float
+    sinks_H: Tensor | None = None  # a logit of each head that has no key and no value
+
+    @property
+    def numbers(self) -> tuple[int | None, float | None, float, float]:
+        """What operators and tiles take: they compute without sinks."""
+        return self.window, self.softcap, self.scale, self.dropout
 
 
 class QueryDocuments(NamedTuple):
@@ -97,7 +104,7 @@ def attention_operator(
     `sums` returns an empty tensor in the layout of the forward's log-sum-exp, for the queries that it is given.
     """
 
-    @torch.library.custom_op(f"bloomery::{name}", mutates_args=(), device_types=device)
+    @library.custom_op(f"bloomery::{name}", mutates_args=(), device_types=device)
     def forward_operator(
         q: Tensor,
         k: Tensor,
@@ -119,7 +126,7 @@ def attention_operator(
                 Options(window, softcap, scale, dropout),
             )
 
-    @torch.library.custom_op(f"bloomery::{name}_backward", mutates_args=(), device_types=device)
+    @library.custom_op(f"bloomery::{name}_backward", mutates_args=(), device_types=device)
     def backward_operator(
         grad: Tensor,
         q: Tensor,
@@ -146,8 +153,8 @@ def attention_operator(
         ctx.options = Options(*inputs[6:])
 
     def differentiate(ctx: _Context, grad: Tensor, _grad_sums: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = backward_operator(grad, *ctx.saved_tensors, *ctx.options)
-        num_without_gradient = len(QueryDocuments._fields) + len(Options._fields)
+        gradients = backward_operator(grad, *ctx.saved_tensors, *ctx.options.numbers)
+        num_without_gradient = len(QueryDocuments._fields) + len(ctx.options.numbers)
         return *gradients, *[None] * num_without_gradient
 
     # The layouts that torch.compile and a simulation see without values.
@@ -160,7 +167,12 @@ def attention_operator(
     def attend(
         q: Tensor, k: Tensor, v: Tensor, documents: QueryDocuments, options: Options
     ) -> Tensor:
-        outputs: tuple[Tensor, Tensor] = forward_operator(q, k, v, *documents, *options)
+        settings = (*documents, *options.numbers)
+        if options.sinks_H is not None:
+            operators = forward_operator, backward_operator
+            output: Tensor = SinkAttention.apply(q, k, v, options.sinks_H, operators, settings)  # type: ignore[no-untyped-call]  # torch's `apply`
+            return output
+        outputs: tuple[Tensor, Tensor] = forward_operator(q, k, v, *settings)
         return outputs[0]
 
     return attend
@@ -399,7 +411,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     out_BHTE = like_projection(q)
     sums_BHT = sums_like(q)
-    call = AttentionCall(documents.first_BT, documents.reach, documents.seed, *options)
+    call = AttentionCall(documents.first_BT, documents.reach, documents.seed, *options.numbers)
     for rows, group_call in call.groups(q):
         out_BHTE[rows], sums_BHT[rows] = forward(q[rows], k[rows], v[rows], group_call)
     return out_BHTE, sums_BHT
@@ -418,7 +430,7 @@ def _backward(
     dq = like_projection(q)
     dk = like_projection(k)
     dv = like_projection(v)
-    call = AttentionCall(documents.first_BT, documents.reach, documents.seed, *options)
+    call = AttentionCall(documents.first_BT, documents.reach, documents.seed, *options.numbers)
     for rows, group_call in call.groups(q):
         dq[rows], dk[rows], dv[rows] = backward(
             grad[rows], q[rows], k[rows], v[rows], output[rows], sums[rows], group_call

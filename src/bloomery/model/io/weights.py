@@ -222,6 +222,8 @@ def init_weights(decoder: Decoder, seed: int) -> None:
     for name, parameter in base_parameters(decoder):
         if name.endswith(".bias"):
             parameter.zero_()
+        elif name.endswith(".sinks"):
+            put(_drawn(name, parameter.shape, config, seed), parameter)
         elif name.endswith(".layer_scalar"):
             parameter.fill_(1.0)
         elif name.endswith(".A_log"):

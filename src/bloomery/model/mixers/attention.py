@@ -35,7 +35,8 @@ class SequenceExchange(Protocol):
 
 def plain_backend(config: ModelConfig) -> str:
     """The backend of `model.attention` that supports the config, also with the more keys than queries of a cache."""
-    return "sdpa" if config.attention_softcap is None else "math"
+    needs_scores = config.attention_softcap is not None or config.attention_sinks
+    return "math" if needs_scores else "sdpa"
 
 
 class Attention(nn.Module):
@@ -62,6 +63,7 @@ class Attention(nn.Module):
         query_width = layer.query_width
         key_width = layer.key_width
         gated_width = 2 * query_width if config.attention_gate else query_width
+        self.sinks = nn.Parameter(torch.empty(layer.num_heads)) if config.attention_sinks else None
         self.q_proj = nn.Linear(width, gated_width, bias=config.attention_bias)
         self.lends_keys = layer.lends_keys
         has_keys = layer.keys_of is None
@@ -117,7 +119,7 @@ class Attention(nn.Module):
             if past.mask is not None:
                 layout = DocumentLayout(mask_B1TS=past.mask)
                 window = None
-            if self.decodes_with_kernel and q_BHTE.shape[2] == 1:
+            if self.decodes_with_kernel and q_BHTE.shape[2] == 1 and self.sinks is None:
                 backend = decode
                 layout = DocumentLayout(num_keys_B=cache.num_keys(q_BHTE.device))
         k_BKTE = past.keys
@@ -126,6 +128,7 @@ class Attention(nn.Module):
         # Other ranks may have the other tokens of these sequences: attention then sees all tokens of some of the heads.
         exchange = self.exchange if cache is None else None
         if exchange is not None:
+            assert self.sinks is None, "each rank would have the sinks of all heads"
             q_BHTE, k_BKTE, v_BKTE = exchange.to_heads(q_BHTE, k_BKTE, v_BKTE)
         y_BHTE = attend(
             q_BHTE,
@@ -137,6 +140,7 @@ class Attention(nn.Module):
             softcap=config.attention_softcap,
             scale=self.scale,
             dropout=config.attention_dropout if self.training else 0.0,
+            sinks_H=self.sinks,
         )
         if exchange is not None:
             y_BHTE = exchange.to_tokens(y_BHTE)

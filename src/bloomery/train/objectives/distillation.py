@@ -101,6 +101,7 @@ def teacher_attention(config: ModelConfig, plan: TeacherPlan) -> str:
         window=window is not None and window < length,
         softcap=config.attention_softcap is not None,
         dropout=False,
+        sinks=config.attention_sinks,
     )
     return plan.attention if problem is None else "blockwise"
 
