@@ -27,6 +27,11 @@ NEW = (
     "qwen3.5-4b-qlora",
     "qwen3.5-9b-qlora",
     "qwen3.8-27b-qlora",
+    "lfm2.5-1.2b-lora",
+    "olmo3-7b-qlora",
+    "ministral3-3b-lora",
+    "ministral3-8b-qlora",
+    "granite4-micro-lora",
 )
 
 

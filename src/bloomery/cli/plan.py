@@ -409,6 +409,10 @@ def recipes_command(context: click.Context) -> None:
 NEWEST_FIRST = (
     "qwen3.8",
     "qwen3.5",
+    "lfm2.5",
+    "ministral3",
+    "olmo3",
+    "granite4",
     "smollm3",
     "qwen3",
     "gemma3",
