@@ -22,6 +22,11 @@ MORE = (
     "train/test_fine_tuning_options.py",
     RESUMED,
     "train/test_rollouts.py",
+    "train/test_ppo_runs.py",
+    "train/test_preference_runs.py",
+    "train/test_quantized_runs.py",
+    "train/test_reward_models.py",
+    "evals",
 )
 
 arguments = sys.argv[1:]

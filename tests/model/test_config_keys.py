@@ -187,7 +187,7 @@ def expected_logits(folder, family, change):
         return None
 
 
-@pytest.mark.sampled(8)  # a hundred models each
+@pytest.mark.sampled(20)  # a hundred models each
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_key_that_transformers_reads_is_read_or_refused(family, tmp_path):
     outcomes = {"equal": 0, "refused": 0, "no oracle": 0}

@@ -37,6 +37,8 @@ Shapes = Sequence[tuple[int, ...]]
 TOLERANCE = {"float32": 2e-5, "float16": 2e-2, "bfloat16": 4e-2}
 REPEATS = 5
 TIMING_SECONDS = 1.0
+# Of a matrix that fills a device of less than half a TFLOP/s, such as an old integrated GPU.
+SMALL_SIZE = 1024
 # Rows, inputs and outputs of each product, which takes 5 ms at most.
 CHECKED_PRODUCTS = ((512, 192, 512), (256, 512, 512), (256, 1024, 1024))
 
@@ -127,12 +129,18 @@ def seconds_with_gradients(run: Compute, shapes: Shapes, device: str, dtype: str
 
 
 def checked_matmul(device: str, dtype: str, *, size: int) -> Result:
-    """A small matmul and its gradients; then the time and the rate at `size`."""
+    """A small matmul and its gradients; then the time and the rate at `size`, or at SMALL_SIZE where it takes long."""
     import torch
 
     result = compared_with_float64(
         torch.matmul, torch.matmul, ((192, 512), (512, 256), (192, 256)), device, dtype
     )
+    if size > SMALL_SIZE:
+        small_seconds = seconds_with_gradients(
+            torch.matmul, ((SMALL_SIZE,) * 2,) * 3, device, dtype
+        )
+        if small_seconds * (size / SMALL_SIZE) ** 3 > TIMING_SECONDS:
+            size = SMALL_SIZE
     seconds = seconds_with_gradients(torch.matmul, ((size, size),) * 3, device, dtype)
     return result | {"seconds": seconds, "facts": {"tflops": f"{6 * size**3 / seconds / 1e12:.3g}"}}
 

@@ -182,6 +182,19 @@ struct DeviceRanks final : c10d::Backend {
     Tensor copy = call.stage(input, true, false), gathered = call.stage(output, false, true);
     return call.queued(gloo->_allgather_base(gathered, copy, options));
   }
+  // Of several tensors, as DTensor's `full_tensor` and `redistribute` ask for of one.
+  c10::intrusive_ptr<Work> allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                           const c10d::AllgatherOptions& options) override {
+    Call call(this, inputs[0], "all_gather_single");
+    auto copies = call.stage(inputs, true, false), gathered = call.stage(outputs, false, true);
+    return call.queued(gloo->allgather_into_tensor_coalesced(gathered, copies, options));
+  }
+  c10::intrusive_ptr<Work> reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                           const c10d::ReduceScatterOptions& options) override {
+    Call call(this, inputs[0], "reduce_scatter_single");
+    auto copies = call.stage(inputs, true, false), sums = call.stage(outputs, false, true);
+    return call.queued(gloo->reduce_scatter_tensor_coalesced(sums, copies, options));
+  }
   c10::intrusive_ptr<Work> reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                           const c10d::ReduceScatterOptions& options) override {
     Call call(this, outputs[0], "reduce_scatter");
