@@ -1,0 +1,167 @@
+"""Models without attention in most layers, on a CPU: `python benchmarks/mixers_cpu.py qwen3.5|lfm2 train|decode`.
+
+Random weights of about 100M parameters; both sides alternate in one process on the same tokens, and the least of each
+side counts, by the clock and in seconds of all threads. A training step is one sequence of 1,024 tokens, all of them
+scored, forward, backward and fused AdamW in bfloat16 autocast; memory is what tensors hold at once. Decoding is greedy
+in bfloat16, of one text. Transformers takes sdpa, and has neither flash-linear-attention nor causal-conv1d on a CPU.
+"""
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from memory_tracker import held_bytes, peak_bytes
+from transformers import AutoModelForCausalLM, GenerationConfig, Lfm2Config, Qwen3_5TextConfig
+
+from bloomery.infer.decode import sample_tokens
+from bloomery.infer.sampling import Sampling
+from bloomery.model.compiled_step import compile_step
+from bloomery.model.heads import LabelScores, ScoreSettings
+from bloomery.model.io.weights import load_decoder
+
+LENGTH = 1024
+CONFIGS = {
+    "qwen3.5": lambda: Qwen3_5TextConfig(
+        vocab_size=65536,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=16,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        linear_num_key_heads=8,
+        linear_num_value_heads=16,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 4,
+        tie_word_embeddings=True,
+    ),
+    "lfm2": lambda: Lfm2Config(
+        vocab_size=65536,
+        hidden_size=640,
+        intermediate_size=1664,
+        block_auto_adjust_ff_dim=False,
+        num_hidden_layers=14,
+        num_attention_heads=10,
+        num_key_value_heads=5,
+        layer_types=["full_attention" if n in (2, 5, 8, 10, 12) else "conv" for n in range(14)],
+        tie_word_embeddings=True,
+    ),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("family", choices=CONFIGS)
+    parser.add_argument("work", choices=["train", "decode"])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--compile", action="store_true", help="our blocks by torch.compile")
+    asked = parser.parse_args()
+    torch.set_num_threads(asked.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        theirs = AutoModelForCausalLM.from_config(CONFIGS[asked.family]())
+        theirs.save_pretrained(folder)
+        size = sum(parameter.numel() for parameter in theirs.parameters())
+        print(f"{asked.family}, {size / 1e6:.0f}M parameters, {asked.work}, {asked.threads} threads")
+        del theirs
+        sides = (train if asked.work == "train" else decode)(Path(folder), asked.compile)
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+    for turn in range(asked.rounds + 1):
+        for name, run in sides.items():
+            began, began_cpu = time.perf_counter(), time.process_time()
+            run()
+            if turn:  # the first round warms up
+                seconds[name].append(
+                    (time.perf_counter() - began, time.process_time() - began_cpu)
+                )
+    least = {
+        name: [min(column) for column in zip(*times, strict=True)]
+        for name, times in seconds.items()
+    }
+    peaks = {name: peak_bytes(run) for name, run in sides.items()} if asked.work == "train" else {}
+    for name, (wall, cpu) in least.items():
+        peak = f", {peaks[name] / 2**20:,.0f} MiB above what it holds" if peaks else ""
+        print(f"{name:14} {wall:8.3f} s, {cpu:8.3f} s of all threads{peak}")
+    ours, peer = least["bloomery"], least["transformers"]
+    print(f"ratio {peer[0] / ours[0]:.2f} by the clock, {peer[1] / ours[1]:.2f} in seconds of threads")
+    if peaks:
+        print(f"memory {peaks['bloomery'] / peaks['transformers']:.2f} of transformers'")
+    print(f"load {os.getloadavg()[0]:.1f}, {held_bytes() / 2**20:,.0f} MiB held by both")
+
+
+def train(folder: Path, is_compiled: bool) -> dict[str, Callable[[], None]]:
+    theirs = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="sdpa"
+    )
+    ours = load_decoder(folder, attention="compiled")
+    ours.model.adds_rows = True
+    if is_compiled:
+        for block in ours.model.layers:
+            block.compile(dynamic=False)
+    ids = torch.randint(0, 65536, (1, LENGTH), generator=torch.Generator().manual_seed(0))
+    labels = ids.roll(-1, 1)
+    loss_mask = torch.ones_like(ids)
+    loss_mask[:, -1] = 0
+    settings = ScoreSettings(LENGTH, compiled=False, native=True, into_grad=True)
+    documents = torch.zeros_like(ids)
+
+    def forward_of_theirs() -> torch.Tensor:
+        loss: torch.Tensor = theirs(ids, labels=ids).loss
+        return loss
+
+    def forward_of_ours() -> torch.Tensor:
+        scores = ours(
+            ids, documents_BT=documents, head=LabelScores(labels, loss_mask, settings)
+        ).head
+        return -scores.sum() / loss_mask.sum()
+
+    return {
+        "bloomery": step_of(ours, forward_of_ours),
+        "transformers": step_of(theirs, forward_of_theirs),
+    }
+
+
+def step_of(model: Any, forward: Callable[[], torch.Tensor]) -> Callable[[], None]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = forward()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def decode(folder: Path, is_compiled: bool) -> dict[str, Callable[[], None]]:
+    del is_compiled
+    tokens = 24
+    prompt = list(range(100, 132))
+    theirs = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, attn_implementation="sdpa"
+    ).eval()
+    ours = load_decoder(folder, dtype=torch.bfloat16).requires_grad_(False).eval()
+    compile_step(ours, print)
+    greedy = GenerationConfig(
+        max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0
+    )
+    cold = Sampling(max_new_tokens=tokens, temperature=0.0)
+
+    def run_ours() -> None:
+        assert len(list(sample_tokens(ours, prompt, cold))) == tokens
+
+    def run_theirs() -> None:
+        theirs.generate(torch.tensor([prompt]), generation_config=greedy)
+
+    return {"bloomery": run_ours, "transformers": run_theirs}
+
+
+if __name__ == "__main__":
+    main()
