@@ -1,5 +1,6 @@
 """Compiled convolutions and delta rule: float64's values and gradients by document, on any number of threads."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,13 @@ from torch.testing import assert_close
 from bloomery.model.attention.attend import document_starts
 from bloomery.model.io.weights import load_decoder
 from bloomery.model.mixers import compiled
-from bloomery.model.mixers.compiled import GATED, PLAIN, SILU, HeadSizes
-from bloomery.model.mixers.convolution import DepthwiseConvolution
+from bloomery.model.mixers.compiled import GATED, PLAIN, SILU, HeadSizes, RuleInputs
+from bloomery.model.mixers.convolution import DepthwiseConvolution, convolved
 from bloomery.model.mixers.delta_rule import chunked_delta_rule
 from bloomery.model.native import find_compiler
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+EPS = 1e-6
 LENGTHS = (37, 1, 64, 90, 5)
 
 
@@ -31,26 +33,43 @@ def unit(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
-def rule_of_torch(
-    qkv: Tensor, decay: Tensor, beta: Tensor, first_BT: Tensor, sizes: HeadSizes
+def net_of_torch(
+    qkv: Tensor,
+    weight_KC: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    gate: Tensor,
+    gain: Tensor,
+    first_BT: Tensor,
+    sizes: HeadSizes,
 ) -> Tensor:
+    qkv = F.silu(convolved(qkv, weight_KC[:-1].flip(0).mT, first_BT) + weight_KC[-1])
     keys = sizes.key_heads * sizes.key_width
     q, k, v = qkv.split((keys, keys, sizes.value_heads * sizes.value_width), -1)
     q, k = (unit(x.unflatten(-1, (-1, sizes.key_width))) for x in (q, k))
     repeats = sizes.value_heads // sizes.key_heads
     q, k = (x.repeat_interleave(repeats, 2) for x in (q * sizes.key_width**-0.5, k))
     v = v.unflatten(-1, (-1, sizes.value_width))
-    inputs = (x.transpose(1, 2) for x in (q, k, v, decay, beta))
-    return chunked_delta_rule(*inputs, first_BT=first_BT)[0].transpose(1, 2)
+    rule_inputs = (x.transpose(1, 2) for x in (q, k, v, decay, beta))
+    read = chunked_delta_rule(*rule_inputs, first_BT=first_BT)[0].transpose(1, 2)
+    return F.rms_norm(read, (sizes.value_width,), gain, EPS).flatten(2) * F.silu(gate)
+
+
+def net_of_ours(*tensors: Tensor, first_BT: Tensor, sizes: HeadSizes) -> Tensor:
+    return compiled.delta_net(RuleInputs(*tensors), first_BT, sizes, EPS)
 
 
 def drawn(sizes: HeadSizes, length: int, dtype: torch.dtype) -> list[Tensor]:
-    """Queries, keys and values; decays; strengths."""
+    """The fields of RuleInputs, with a kernel of four."""
     generator = torch.Generator().manual_seed(length)
     channels = 2 * sizes.key_heads * sizes.key_width + sizes.value_heads * sizes.value_width
     qkv = torch.randn(2, length, channels, generator=generator).to(dtype)
+    weight_KC = torch.randn(5, channels, generator=generator)
     decay, beta = torch.rand(2, 2, length, sizes.value_heads, generator=generator)
-    return [qkv, -decay, beta]
+    width = sizes.value_heads * sizes.value_width
+    gate = torch.randn(2, length, width, generator=generator).to(dtype)
+    gain = 1 + torch.rand(sizes.value_width, generator=generator)
+    return [qkv, weight_KC, -decay, beta, gate, gain]
 
 
 def with_gradients(run: object, inputs: list[Tensor]) -> list[Tensor]:
@@ -67,14 +86,15 @@ def with_gradients(run: object, inputs: list[Tensor]) -> list[Tensor]:
     [HeadSizes(2, 4, 16, 32), HeadSizes(1, 3, 20, 12), HeadSizes(2, 2, 64, 64)],
     ids=["shared", "odd", "wide"],
 )
-def test_the_delta_rule_is_that_of_float64(sizes: HeadSizes, lengths: tuple[int, ...]) -> None:
+def test_a_delta_net_is_that_of_float64(sizes: HeadSizes, lengths: tuple[int, ...]) -> None:
+    """In bfloat16 what is convolved is rounded, as in transformers, and so is its gradient: the weight's loses most."""
     first_BT = starts(lengths)
-    for dtype, limit in ((torch.float32, 3e-6), (torch.bfloat16, 6e-3)):
+    for dtype, limit in ((torch.float32, 5e-6), (torch.bfloat16, 3e-2)):
         inputs = drawn(sizes, sum(lengths), dtype)
         expected = with_gradients(
-            lambda *xs: rule_of_torch(*xs, first_BT, sizes), [x.double() for x in inputs]
+            partial(net_of_torch, first_BT=first_BT, sizes=sizes), [x.double() for x in inputs]
         )
-        results = with_gradients(lambda *xs: compiled.delta_rule(*xs, first_BT, sizes), inputs)
+        results = with_gradients(partial(net_of_ours, first_BT=first_BT, sizes=sizes), inputs)
         for result, exact in zip(results, expected, strict=True):
             assert float((result.double() - exact).norm()) < limit * float(exact.norm())
 
@@ -82,14 +102,14 @@ def test_the_delta_rule_is_that_of_float64(sizes: HeadSizes, lengths: tuple[int,
 def test_keys_alike_that_are_written_whole_do_not_grow() -> None:
     """The system of such a chunk has an inverse that repeated squaring gets wrong by ten digits."""
     sizes = HeadSizes(1, 1, 16, 16)
-    qkv, _, _ = drawn(sizes, 130, torch.float32)
+    qkv, weight, *_, gate, gain = drawn(sizes, 130, torch.float32)
     qkv[..., 16:32] = qkv[:, :1, 16:32]
-    inputs = [qkv, torch.zeros(2, 130, 1), torch.ones(2, 130, 1)]
+    weight[1:, 16:32] = 0  # of earlier tokens: the first has none
+    inputs = [qkv, weight, torch.zeros(2, 130, 1), torch.ones(2, 130, 1), gate, gain]
     first_BT = starts((130,))
-    exact = rule_of_torch(*(x.double() for x in inputs), first_BT, sizes)
-    assert_close(
-        compiled.delta_rule(*inputs, first_BT, sizes).double(), exact, atol=5e-6, rtol=1e-6
-    )
+    exact = net_of_torch(*(x.double() for x in inputs), first_BT=first_BT, sizes=sizes)
+    result = net_of_ours(*inputs, first_BT=first_BT, sizes=sizes)
+    assert float((result.double() - exact).norm()) < 5e-6 * float(exact.norm())
 
 
 @pytest.mark.parametrize(
@@ -124,18 +144,13 @@ def test_threads_change_no_bit(dtype: torch.dtype) -> None:
     sizes = HeadSizes(2, 4, 16, 16)
     first_BT = starts(LENGTHS)
     inputs = drawn(sizes, sum(LENGTHS), dtype)
-    weight = torch.randn(inputs[0].shape[2], 4, generator=torch.Generator().manual_seed(0))
-
-    def run(qkv: Tensor, decay: Tensor, beta: Tensor, weight: Tensor) -> Tensor:
-        convolved = compiled.convolution(qkv, weight, None, first_BT, SILU)
-        return compiled.delta_rule(convolved, decay, beta, first_BT, sizes)
-
     results = []
     threads_before = torch.get_num_threads()
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            results.append(with_gradients(run, [*inputs, weight]))
+            run = partial(net_of_ours, first_BT=first_BT, sizes=sizes)
+            results.append(with_gradients(run, inputs))
     finally:
         torch.set_num_threads(threads_before)
     for threaded_results in results[1:]:

@@ -11,6 +11,7 @@ CASES = {
     "bfloat16": {"precision": "bfloat16"},
     "recomputed": {"precision": "bfloat16", "activation_checkpointing": "full"},
     "selective": {"precision": "bfloat16", "activation_checkpointing": "selective"},
+    "compiled": {"precision": "bfloat16", "attention": "compiled"},
     "LoRA": {"precision": "bfloat16", "adapter": EVERY},
     "LoRA, recomputed": {
         "precision": "bfloat16",

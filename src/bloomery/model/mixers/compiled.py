@@ -8,7 +8,7 @@ a value.
 """
 
 import functools
-from ctypes import POINTER, Structure, byref, c_int, c_int64, c_void_p
+from ctypes import POINTER, Structure, byref, c_float, c_int, c_int64, c_void_p
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,9 +34,10 @@ class _Convolution(Structure):
 class _Rule(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("qkv", "grad", "decay", "beta", "bounds", "out", "dqkv")),
-        *((name, c_void_p) for name in ("ddecay", "dbeta", "states")),
+        *((name, c_void_p) for name in ("ddecay", "dbeta", "gate", "gain", "dgate", "dgain")),
         *((name, c_int64) for name in ("documents", "key_heads", "value_heads")),
         *((name, c_int64) for name in ("key_width", "value_width")),
+        ("eps", c_float),
     )
 
 
@@ -165,117 +166,160 @@ def convolution(
     `form`: PLAIN; SILU of the result; or GATED: `x` is [B, T, 3 C], the gates before and after and what is convolved.
     first_BT: where the document of each token starts in its row; None: every row is one.
     """
+    convolved: Tensor = _convolution(x_BTC, taps_of(weight_CK, bias_C), first_BT, form)
+    return convolved
+
+
+def taps_of(weight_CK: Tensor, bias_C: Tensor | None) -> Tensor:
+    """Float32 [K + 1, C]: the weight of the own token first, and last the bias."""
     assert weight_CK.shape[1] <= TAPS
     weight = weight_CK.float()
     bias = torch.zeros_like(weight[:, 0]) if bias_C is None else bias_C.float()
-    weight_KC = torch.cat((weight.flip(1).mT, bias[None]))
-    convolved: Tensor = _convolution(x_BTC, weight_KC, first_BT, form)
-    return convolved
+    return torch.cat((weight.flip(1).mT, bias[None]))
 
 
 # The delta rule
 
 
+class RuleInputs(NamedTuple):
+    """What a delta net's tokens are mixed from, between the projections of its input and that of its output.
+
+    `qkv` [B, T, C]: queries and keys of key heads, values of value heads, before their convolution and SiLU, whose
+    weight is [K + 1, C] as `convolution` lays it out. decay, beta: [B, T, H], float32. gate: [B, T, H F]. gain: [F].
+    """
+
+    qkv: Tensor
+    weight_KC: Tensor
+    decay: Tensor
+    beta: Tensor
+    gate: Tensor
+    gain: Tensor
+
+    def contiguous(self) -> "RuleInputs":
+        return RuleInputs(*(tensor.contiguous() for tensor in self))
+
+
 def _rule_call(
-    qkv: Tensor, decay: Tensor, beta: Tensor, bounds: np.ndarray[Any, Any], sizes: HeadSizes
+    convolved: Tensor,
+    inputs: RuleInputs,
+    bounds: np.ndarray[Any, Any],
+    sizes: HeadSizes,
+    eps: float,
 ) -> _Rule:
-    assert all(x.is_contiguous() for x in (qkv, decay, beta))
-    assert decay.dtype == beta.dtype == torch.float32
+    assert inputs.decay.dtype == inputs.beta.dtype == inputs.gain.dtype == torch.float32
+    assert inputs.gate.dtype == convolved.dtype
     return _Rule(
-        qkv=qkv.data_ptr(),
-        decay=decay.data_ptr(),
-        beta=beta.data_ptr(),
+        qkv=convolved.data_ptr(),
+        decay=inputs.decay.data_ptr(),
+        beta=inputs.beta.data_ptr(),
+        gate=inputs.gate.data_ptr(),
+        gain=inputs.gain.data_ptr(),
         bounds=bounds.ctypes.data,
         documents=len(bounds) - 1,
+        eps=eps,
         **sizes._asdict(),
     )
 
 
-@operators.custom_op("bloomery::delta_rule", mutates_args=(), device_types="cpu")
-def _delta_rule(
-    qkv: Tensor, decay: Tensor, beta: Tensor, first_BT: Tensor | None, sizes: list[int]
+@operators.custom_op("bloomery::delta_net", mutates_args=(), device_types="cpu")
+def _delta_net(
+    qkv: Tensor,
+    weight_KC: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    gate: Tensor,
+    gain: Tensor,
+    first_BT: Tensor | None,
+    sizes: list[int],
+    eps: float,
 ) -> Tensor:
-    qkv = qkv.contiguous()
-    decay = decay.contiguous()
-    beta = beta.contiguous()
-    out = qkv.new_empty(*decay.shape, sizes[3])
+    inputs = RuleInputs(qkv, weight_KC, decay, beta, gate, gain).contiguous()
+    convolved = _convolution(inputs.qkv, inputs.weight_KC, first_BT, SILU)
+    out = torch.empty_like(inputs.gate)
     bounds = _bounds(first_BT, *qkv.shape[:2])
-    call = _rule_call(qkv, decay, beta, bounds, HeadSizes(*sizes))
+    call = _rule_call(convolved, inputs, bounds, HeadSizes(*sizes), eps)
     call.out = out.data_ptr()
     _code().mixers_delta_rule(byref(call), qkv.dtype == torch.bfloat16, torch.get_num_threads())
     return out
 
 
-@operators.custom_op("bloomery::delta_rule_backward", mutates_args=(), device_types="cpu")
-def _delta_rule_backward(
+@operators.custom_op("bloomery::delta_net_backward", mutates_args=(), device_types="cpu")
+def _delta_net_backward(
     grad: Tensor,
     qkv: Tensor,
+    weight_KC: Tensor,
     decay: Tensor,
     beta: Tensor,
+    gate: Tensor,
+    gain: Tensor,
     first_BT: Tensor | None,
     sizes: list[int],
-) -> tuple[Tensor, Tensor, Tensor]:
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     grad = grad.contiguous()
-    qkv = qkv.contiguous()
-    decay = decay.contiguous()
-    beta = beta.contiguous()
-    dqkv = torch.empty_like(qkv)
-    ddecay = torch.empty_like(decay)
-    dbeta = torch.empty_like(beta)
+    inputs = RuleInputs(qkv, weight_KC, decay, beta, gate, gain).contiguous()
+    convolved = _convolution(inputs.qkv, inputs.weight_KC, first_BT, SILU)
+    head_sizes = HeadSizes(*sizes)
     bounds = _bounds(first_BT, *qkv.shape[:2])
-    call = _rule_call(qkv, decay, beta, bounds, HeadSizes(*sizes))
+    dconvolved = torch.empty_like(convolved)
+    ddecay = torch.empty_like(inputs.decay)
+    dbeta = torch.empty_like(inputs.beta)
+    dgate = torch.empty_like(inputs.gate)
+    # Of each key head of each document, so that their sum has one order.
+    dgains = gain.new_empty(len(bounds) - 1, head_sizes.key_heads, len(gain))
+    call = _rule_call(convolved, inputs, bounds, head_sizes, eps)
     call.grad = grad.data_ptr()
-    call.dqkv = dqkv.data_ptr()
+    call.dqkv = dconvolved.data_ptr()
     call.ddecay = ddecay.data_ptr()
     call.dbeta = dbeta.data_ptr()
+    call.dgate = dgate.data_ptr()
+    call.dgain = dgains.data_ptr()
     _code().mixers_delta_rule_backward(
         byref(call), qkv.dtype == torch.bfloat16, torch.get_num_threads()
     )
-    return dqkv, ddecay, dbeta
+    del convolved
+    dqkv, dweight = _convolution_backward(dconvolved, inputs.qkv, inputs.weight_KC, first_BT, SILU)
+    return dqkv, dweight, ddecay, dbeta, dgate, dgains.sum((0, 1))
 
 
-@_delta_rule.register_fake
-def _(
-    qkv: Tensor, decay: Tensor, beta: Tensor, first_BT: Tensor | None, sizes: list[int]
-) -> Tensor:
-    del beta, first_BT
-    return qkv.new_empty(*decay.shape, sizes[3])
+@_delta_net.register_fake
+def _(qkv: Tensor, *others: Any) -> Tensor:
+    qkv.new_empty(qkv.shape)  # convolved
+    gate: Tensor = others[3]
+    return gate.new_empty(gate.shape)
 
 
-@_delta_rule_backward.register_fake
-def _(
-    grad: Tensor,
-    qkv: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    first_BT: Tensor | None,
-    sizes: list[int],
-) -> tuple[Tensor, Tensor, Tensor]:
-    del grad, first_BT, sizes
-    return qkv.new_empty(qkv.shape), decay.new_empty(decay.shape), beta.new_empty(beta.shape)
+@_delta_net_backward.register_fake
+def _(grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    qkv: Tensor = inputs[0]
+    convolved = qkv.new_empty(qkv.shape)
+    dconvolved = qkv.new_empty(qkv.shape)
+    others = [tensor.new_empty(tensor.shape) for tensor in inputs[2:6]]
+    del grad, convolved
+    dqkv = qkv.new_empty(qkv.shape)
+    del dconvolved
+    return dqkv, inputs[1].new_empty(inputs[1].shape), *others
 
 
 def _save_rule(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     del output
-    ctx.save_for_backward(*inputs[:4])
-    ctx.sizes = inputs[4]
+    ctx.save_for_backward(*inputs[:7])
+    ctx.settings = inputs[7:]
 
 
 def _differentiate_rule(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = _delta_rule_backward(grad, *ctx.saved_tensors, ctx.sizes)
-    return *gradients, None, None
+    gradients = _delta_net_backward(grad, *ctx.saved_tensors, *ctx.settings)
+    return *gradients, None, None, None
 
 
-_delta_rule.register_autograd(_differentiate_rule, setup_context=_save_rule)
+_delta_net.register_autograd(_differentiate_rule, setup_context=_save_rule)
 
 
-def delta_rule(
-    qkv_BTC: Tensor, decay_BTH: Tensor, beta_BTH: Tensor, first_BT: Tensor | None, sizes: HeadSizes
-) -> Tensor:
-    """What each token reads, [B, T, H, F] in the dtype of `qkv`: queries and keys of key heads, values of value heads.
+def delta_net(inputs: RuleInputs, first_BT: Tensor | None, sizes: HeadSizes, eps: float) -> Tensor:
+    """What each token reads, normed by head and gated: [B, T, H F] in the dtype of `qkv`.
 
     Queries and keys are made of length one here, queries times E^-0.5. first_BT: where the document of each token
-    starts in its row; None: every row is one.
+    starts in its row; None: every row is one. Backward keeps the inputs alone. eps: of the norm.
     """
-    read: Tensor = _delta_rule(qkv_BTC, decay_BTH, beta_BTH, first_BT, list(sizes))
+    read: Tensor = _delta_net(*inputs, first_BT, list(sizes), eps)
     return read

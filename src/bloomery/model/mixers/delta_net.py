@@ -61,10 +61,7 @@ class GatedDeltaNet(nn.Module):
         if cache is not None:
             y_BTV = self._read_with_cache(projections, cache)
         elif self.backend == "compiled" and projections[0].dtype in compiled.DTYPES:
-            parameters = (self.conv1d.weight, self.dt_bias, self.A_log)
-            y_BTV = recomputed(
-                self._read_compiled, layout.first_BT, self.norm.weight, *projections, *parameters
-            )
+            y_BTV = self._read_compiled(projections, layout.first_BT)
         else:
             y_BTV = self._read_all(projections, layout.first_BT)
         projected: Tensor = self.out_proj(y_BTV.to(dtype))
@@ -103,19 +100,25 @@ class GatedDeltaNet(nn.Module):
         read_BHTF, _ = chunked_delta_rule(*inputs, first_BT=first_BT)
         return self._gated(read_BHTF.transpose(1, 2), z, gain_F).to(z.dtype)
 
-    def _read_compiled(self, first_BT: Tensor | None, gain_F: Tensor, *inputs: Tensor) -> Tensor:
+    def _read_compiled(self, projections: tuple[Tensor, ...], first_BT: Tensor | None) -> Tensor:
         """The same with all heads in C++ (`mixers.compiled`), which keeps a chunk of a head at a time."""
-        qkv_BTC, z_BTV, b_BTH, a_BTH, weight, dt_bias, A_log = inputs  # the parameter's name
+        qkv_BTC, z_BTV, b_BTH, a_BTH = projections
         sizes = self.sizes
-        convolved_BTC = compiled.convolution(
-            qkv_BTC, weight.squeeze(1), None, first_BT, compiled.SILU
+        gain_F = self.norm.weight
+        assert gain_F is not None
+        decay_BTH, beta_BTH = _decays_and_strengths(b_BTH, a_BTH, self.dt_bias, self.A_log)
+        inputs = compiled.RuleInputs(
+            qkv_BTC,
+            compiled.taps_of(self.conv1d.weight.squeeze(1), None),
+            decay_BTH,
+            beta_BTH,
+            z_BTV,
+            gain_F.float(),
         )
-        decay_BTH, beta_BTH = _decays_and_strengths(b_BTH, a_BTH, dt_bias, A_log)
         heads = compiled.HeadSizes(
             sizes.num_key_heads, sizes.num_value_heads, sizes.key_head_dim, sizes.value_head_dim
         )
-        read_BTHF = compiled.delta_rule(convolved_BTC, decay_BTH, beta_BTH, first_BT, heads)
-        return self._gated(widened(read_BTHF), z_BTV, gain_F).to(z_BTV.dtype)
+        return compiled.delta_net(inputs, first_BT, heads, self.norm.eps)
 
     def _read_with_cache(self, projections: tuple[Tensor, ...], cache: StateCache) -> Tensor:
         """Of new tokens of texts whose states are in the cache [B, T, H F]; nothing is differentiated."""
@@ -134,6 +137,7 @@ class GatedDeltaNet(nn.Module):
             else:
                 read_BHTF, last_state = chunked_delta_rule(*inputs, state_BHEF=state)
                 state.copy_(last_state)
+        assert self.norm.weight is not None
         return self._gated(read_BHTF.transpose(1, 2), z_BTV, self.norm.weight)
 
     def _inputs_of_rule(

@@ -253,8 +253,13 @@ struct Rule {
     const Long *bounds;          // where documents begin, and the end of the last one
     void *out, *dqkv;
     float *ddecay, *dbeta;
-    float *states;               // null, or [documents, value heads, E, F]: before the first token, then after the last
+    // What is read is normed, each value head by itself, and multiplied by SiLU(gate); null: nothing is done to it.
+    const void *gate;            // [N, value heads, F]
+    const float *gain;           // [F]
+    void *dgate;
+    float *dgain;                // [documents, key heads, F]
     Long documents, key_heads, value_heads, key_width, value_width;
+    float eps;
 
     Long group() const { return value_heads / key_heads; }
     Long channels() const { return 2 * key_heads * key_width + value_heads * value_width; }
@@ -372,12 +377,40 @@ static void carry(const Shared &chunk, Head &own, float *state, bool empty) {
     product(state, F, columns_of(chunk.k, chunk.E), own.scaled, F, chunk.E, F, chunk.rows, empty ? SET : ADD);
 }
 
-static void move_state(const Rule &call, Long document, Long head, float *state, bool out) {
-    Long E = call.key_width, F = padded(call.value_width);
-    float *outside = call.states + (document * call.value_heads + head) * E * call.value_width;
-    for (Long e = 0; e < E; e++)
-        for (Long f = 0; f < call.value_width; f++) (out ? outside[e * call.value_width + f] : state[e * F + f]) =
-            out ? state[e * F + f] : outside[e * call.value_width + f];
+// What the tokens of a chunk read [rows, F].
+static void read_state(const Shared &chunk, const Head &own, const float *written, const float *state, bool empty, float *read) {
+    Long rows = chunk.rows, F = chunk.F;
+    if (!empty) {
+        product(read, F, rows_of(chunk.q, chunk.E), state, F, rows, F, chunk.E, SET);
+        for (Long i = 0; i < rows; i++) scale(read + i * F, read + i * F, own.into[i], F);
+    }
+    product(read, F, rows_of(own.scores, CHUNK), written, F, rows, F, rows, empty ? SET : ADD, LOWER);
+}
+static inline float norm_scale(const Rule &call, const float *row) {
+    return 1.0f / std::sqrt(total(dot(row, row, padded(call.value_width))) / call.value_width + call.eps);
+}
+template <class T> static void gate_row(const Rule &call, Long at, float *row) {
+    float factor = norm_scale(call, row);
+    for (Long f = 0; f < call.value_width; f += LANES) {
+        Floats z = some((const T *)call.gate + at + f, call.value_width - f), gain = some(call.gain + f, call.value_width - f);
+        store(row + f, loaded(row + f) * factor * gain * z * sigmoid(z));
+    }
+}
+// `slope`, of what was gated, becomes that of what was read; columns behind the width stay zero.
+template <class T> static void gate_gradient(const Rule &call, Long at, const float *row, float *slope, float *dgain) {
+    Long width = call.value_width;
+    float factor = norm_scale(call, row);
+    Floats along = {};
+    for (Long f = 0; f < width; f += LANES) {
+        Floats z = some((const T *)call.gate + at + f, width - f), gain = some(call.gain + f, width - f), share = sigmoid(z);
+        Floats unit = loaded(row + f) * factor, given = loaded(slope + f), opened = given * z * share;
+        put_some((T *)call.dgate + at + f, given * unit * gain * share * (1.0f + z * (1.0f - share)), width - f);
+        store(dgain + f, loaded(dgain + f) + opened * unit);
+        store(slope + f, opened * gain);
+        along += opened * gain * unit;
+    }
+    float mean = total(along) / width;
+    for (Long f = 0; f < width; f += LANES) store(slope + f, (loaded(slope + f) - loaded(row + f) * (factor * mean)) * factor);
 }
 
 static Long forward_numbers(const Rule &call, Long) {
@@ -390,31 +423,25 @@ template <class T> static void forward_head(const Rule &call, Long document, Lon
     Long E = chunk.E, F = chunk.F, group = call.group(), end = call.bounds[document + 1];
     Head own(scratch, F);
     float *states = scratch.take<float>(group * E * F), *read = scratch.take<float>(CHUNK * F);
-    bool empty = !call.states;
-    memset(states, 0, group * E * F * sizeof(float));
-    for (Long g = 0; g < group && !empty; g++) move_state(call, document, key_head * group + g, states + g * E * F, false);
+    bool empty = true;
     for (chunk.from = call.bounds[document]; chunk.from < end; chunk.from += CHUNK, empty = false) {
         chunk.tokens = std::min(CHUNK, end - chunk.from);
         chunk.rows = padded(chunk.tokens);
         read_keys<T>(call, key_head, chunk, true);
         for (Long g = 0; g < group; g++) {
-            Long head = key_head * group + g, rows = chunk.rows;
+            Long head = key_head * group + g;
             float *state = states + g * E * F;
             read_head<T>(call, head, chunk, own, true);
             write(chunk, own, state, empty);
-            if (!empty) {
-                product(read, F, rows_of(chunk.q, E), state, F, rows, F, E, SET);
-                for (Long i = 0; i < rows; i++) scale(read + i * F, read + i * F, own.into[i], F);
-            }
-            product(read, F, rows_of(own.scores, CHUNK), own.written, F, rows, F, rows, empty ? SET : ADD, LOWER);
+            read_state(chunk, own, own.written, state, empty, read);
             for (Long i = 0; i < chunk.tokens; i++) {
-                T *into = (T *)call.out + ((chunk.from + i) * call.value_heads + head) * call.value_width;
-                put_row(into, read + i * F, call.value_width, 1);
+                Long at = ((chunk.from + i) * call.value_heads + head) * call.value_width;
+                if (call.gate) gate_row<T>(call, at, read + i * F);
+                put_row((T *)call.out + at, read + i * F, call.value_width, 1);
             }
-            if (call.states || chunk.from + CHUNK < end) carry(chunk, own, state, empty);
+            if (chunk.from + CHUNK < end) carry(chunk, own, state, empty);
         }
     }
-    for (Long g = 0; g < group && call.states; g++) move_state(call, document, key_head * group + g, states + g * E * F, true);
 }
 
 // ---- its gradient ---------------------------------------------------------------------------------------------------
@@ -431,7 +458,7 @@ static void put_unit_gradient(T *into, const float *unit, const float *slope, fl
 
 static Long backward_numbers(const Rule &call, Long longest) {
     Long E = padded(call.key_width), F = padded(call.value_width), chunks = (longest + CHUNK - 1) / CHUNK;
-    return Shared::numbers(E) + Head::numbers(F) + call.group() * E * F + chunks * call.group() * (E + CHUNK) * F + 3 * CHUNK * F
+    return Shared::numbers(E) + Head::numbers(F) + call.group() * E * F + chunks * call.group() * (E + CHUNK) * F + 4 * CHUNK * F
         + 2 * E * F + 2 * CHUNK * CHUNK + 5 * CHUNK * E + 4096;
 }
 template <class T> static void backward_head(const Rule &call, Long document, Long key_head, Scratch &scratch) {
@@ -443,6 +470,8 @@ template <class T> static void backward_head(const Rule &call, Long document, Lo
     float *dstates = scratch.take<float>(group * E * F);
     float *states = scratch.take<float>(chunks * group * E * F), *all_written = scratch.take<float>(chunks * group * CHUNK * F);
     float *dout = scratch.take<float>(CHUNK * F), *dwritten = scratch.take<float>(CHUNK * F), *turned = scratch.take<float>(CHUNK * F);
+    float *read = scratch.take<float>(CHUNK * F), *dgain = scratch.take<float>(F);
+    memset(dgain, 0, F * sizeof(float));
     float *state_turned = scratch.take<float>(E * F), *dstate_turned = scratch.take<float>(E * F);
     float *dscores = scratch.take<float>(CHUNK * CHUNK), *dsystem = scratch.take<float>(CHUNK * CHUNK);
     float *dq = scratch.take<float>(CHUNK * E), *dk = scratch.take<float>(CHUNK * E);
@@ -483,6 +512,11 @@ template <class T> static void backward_head(const Rule &call, Long document, Lo
             read_head<T>(call, head, chunk, own, true);
             read_rows(dout, (const T *)call.grad + (chunk.from * heads + head) * call.value_width, heads * call.value_width, tokens,
                       rows, call.value_width);
+            if (call.gate) {
+                read_state(chunk, own, written, state, empty, read);
+                for (Long i = 0; i < tokens; i++)
+                    gate_gradient<T>(call, ((chunk.from + i) * heads + head) * call.value_width, read + i * F, dout + i * F, dgain);
+            }
 
             // Back through the outputs and the state after the chunk to what was written, and through the system.
             if (!last) {
@@ -569,6 +603,7 @@ template <class T> static void backward_head(const Rule &call, Long document, Lo
             put_unit_gradient(row + call.keys(), chunk.k + i * E, dk + i * E, chunk.k_scale[i], 1.0f, call.key_width);
         }
     }
+    if (call.gate) put_row(call.dgain + (document * call.key_heads + key_head) * call.value_width, dgain, call.value_width, 1);
 }
 
 // The longest documents first, so that no thread begins one when the others end.

@@ -45,6 +45,11 @@ def product_bytes_per_token(step: StepShape, sizes: DeltaNet) -> float:
 def backward_scratch(step: StepShape, sizes: DeltaNet) -> float:
     """Bytes that the backward of what is between the projections has at once, its gradients included."""
     tokens = step.tokens_per_micro_batch
+    if (
+        step.attention == "compiled"
+    ):  # what is convolved and both its gradients, and that of the gate
+        convolved_width = 2 * sizes.key_width + sizes.value_width
+        return float(step.element_bytes * tokens * (3 * convolved_width + sizes.value_width))
     heads = sizes.num_value_heads
     pairs = heads * DELTA_CHUNK
     states = heads * sizes.key_head_dim * sizes.value_head_dim / DELTA_CHUNK
