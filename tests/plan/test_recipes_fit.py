@@ -5,6 +5,7 @@ import re
 import pytest
 from plan_help import gpu_machine, planned
 
+from bloomery.core.errors import UserError
 from bloomery.recipe.load import load_recipe, packaged
 
 # usual GPUs of these sizes
@@ -18,6 +19,9 @@ NEW = (
     "qwen3-8b-qlora",
     "gemma3-1b-lora",
     "gemma3-4b-qlora",
+    "gemma4-e2b-lora",
+    "gemma4-e4b-qlora",
+    "gemma4-12b-qlora",
     "phi4-mini-qlora",
     "smollm3-3b-qlora",
     "llama3.2-1b-lora",
@@ -51,3 +55,14 @@ def test_the_first_line_names_method_and_smallest_gpu(name, monkeypatch):
     assert name.endswith(method.lower()) and recipe.objective.kind == match[1].lower()
     assert [smaller for smaller in OF_SIZE if smaller <= size and holds(name, smaller)] == [size]
     assert planned(load_recipe(name), gpu_machine(OF_SIZE[size])).fits
+
+
+def test_flash_attention_is_refused_for_wider_heads_than_its_own(monkeypatch):
+    """Gemma 4's full attention has heads of 512 numbers; at its window's length flash attention would be chosen."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "/nonexistent")
+    short = (*SMALLEST, "data.sequence_length=1024")
+    card = gpu_machine(OF_SIZE[24])
+    assert planned(load_recipe("gemma4-12b-qlora", short), card).model.attention == "flex"
+    assert planned(load_recipe("gemma3-4b-qlora", short), card).model.attention == "varlen"
+    with pytest.raises(UserError, match="heads of at most 256"):
+        planned(load_recipe("gemma4-12b-qlora", (*short, "train.attention=varlen")), card)

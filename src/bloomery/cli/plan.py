@@ -408,6 +408,7 @@ def recipes_command(context: click.Context) -> None:
 # Fine-tuning recipes by the release of their model, the newest first; then pretraining and the demos.
 NEWEST_FIRST = (
     "qwen3.8",
+    "gemma4",
     "qwen3.5",
     "lfm2.5",
     "ministral3",

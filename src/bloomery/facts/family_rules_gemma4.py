@@ -1,5 +1,6 @@
 """What takes more than copying between a config.json of Gemma 4 and the facts of a ModelConfig, both ways."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from bloomery.core.errors import UserError
@@ -45,6 +46,21 @@ def gemma4_facts(fields: Fields, facts: ModelFacts) -> ModelFacts:
         "per_layer_input_size": width,
         "attention_scale": 1.0,
         "final_softcap": fields.optional_number("final_logit_softcapping"),
+    }
+
+
+def fresh_gemma4(sizes: Mapping[str, Any]) -> HfKeys:
+    """A new model in the proportions of E4B: wide heads in full attention, 3 of 7 layers with the keys of another.
+
+    The published widths would be most of a small model.
+    """
+    layers = sizes["num_layers"]
+    shared = layers * 3 // 7
+    has_lenders = layers - shared >= 6  # the sixth is the first with full attention
+    return {
+        "global_head_dim": 2 * sizes["head_dim"],
+        "hidden_size_per_layer_input": max(8, sizes["hidden_size"] // 8),
+        "num_kv_shared_layers": shared if has_lenders else 0,
     }
 
 

@@ -15,7 +15,7 @@ from bloomery.core.units import format_count, format_seconds
 from bloomery.data.tokenizer.templates import NONE
 from bloomery.facts import attention as attention_facts
 from bloomery.facts.config import ModelConfig, TransformersBackend
-from bloomery.facts.counting import layers, parameter_count, smallest_window
+from bloomery.facts.counting import head_widths, layers, parameter_count, smallest_window
 from bloomery.facts.families import architecture_of
 from bloomery.facts.optimizers import OPTIMIZERS
 from bloomery.hardware.machine import CpuCheck
@@ -29,6 +29,9 @@ from bloomery.plan.estimate.step import ReferencePlace
 from bloomery.plan.types import DatasetFacts, RunPlan
 from bloomery.recipe.objectives import Distill, Grpo, Ppo, Rloo, Rollouts
 from bloomery.recipe.schema import Adapter, AnyObjective, Lora, Peft, Recipe
+
+# of flash attention 2 (its README), which varlen_attn calls; wider heads are an error in the first step
+WIDEST_FLASH_HEAD = 256
 
 
 def refuse_transformers_misfits(recipe: Recipe, config: ModelConfig) -> None:
@@ -132,7 +135,7 @@ def choose_attention(
     packed = recipe.data.layout == "packed" or recipe.objective.spec.data_kind in ("pairs", "kto")
     kind = profile.device.value
     requested = recipe.train.attention
-    absent = _absent_attention(profile, precision)
+    absent = _absent_attention(profile, config, precision)
     if config.transformers_backend is not None:
         return transformers_attention(requested, config.transformers_backend, packed=packed)
 
@@ -215,7 +218,7 @@ def decodes_with_kernel(
     """
     if profile.accelerator is None or config.transformers_backend is not None:
         return False
-    absent = _absent_attention(profile, precision)
+    absent = _absent_attention(profile, config, precision)
     length = config.max_positions
     refusal = _triton_refusal(config, profile, precision=precision, length=length, is_set=False)
     if refusal is not None:
@@ -249,10 +252,13 @@ def _triton_refusal(
     return None
 
 
-def _absent_attention(profile: Profile, precision: str) -> dict[str, str]:
-    """Backends without a kernel for the GPU in this precision, with the reason."""
+def _absent_attention(profile: Profile, config: ModelConfig, precision: str) -> dict[str, str]:
+    """Backends without a kernel for the GPU in this precision, or for heads this wide, with the reason."""
     arch = profile.arch
     absent = {} if arch is None else arch.absent_attention()
+    if max(head_widths(config), default=0) > WIDEST_FLASH_HEAD:
+        widest = f"flash attention takes heads of at most {WIDEST_FLASH_HEAD} numbers"
+        absent.setdefault("varlen", widest)
     if profile.triton is None:
         absent.setdefault("flex", "FlexAttention is compiled by Triton, which is not installed")
     if profile.triton_compiles.value != "yes":

@@ -8,6 +8,7 @@ from bloomery.facts.config_fields import Fields, HfKeys, ModelFacts
 from bloomery.facts.family import BIASES, LLAMA_KEYS, Family
 from bloomery.facts.family_rules_gemma4 import (
     GEMMA4_ROPE,
+    fresh_gemma4,
     gemma4_facts,
     windows_of_gemma4,
     write_gemma4,
@@ -63,6 +64,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             keys=LLAMA_KEYS | {"activation": "hidden_activation"},
             windows=windows_of_gemma4,
             extra=gemma4_facts,
+            fresh=fresh_gemma4,
             write=write_gemma4,
             refused=(),
             unwritten=_OLD_ROPE,
@@ -82,6 +84,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             keys=LLAMA_KEYS | {"activation": "hidden_activation"},
             windows=windows_of_gemma4,
             extra=_unified_facts,
+            fresh=lambda sizes: {"global_head_dim": 2 * sizes["head_dim"]},
             write=_write_unified,
             refused=(),
             unwritten=_OLD_ROPE,

@@ -114,13 +114,13 @@ def moments(step: StepShape) -> Iterator[StepMoment]:
 
     # A tied or accumulated head: its gradient exists a second time while it is added. On a stage without the head it is
     # that of the embeddings.
-    second_gradient = head_gradient if step.accumulating or config.tie_embeddings else 0
+    second_gradient: float = head_gradient if step.accumulating or config.tie_embeddings else 0.0
     if not model.has_head:
         second_gradient = embedding_gradient if step.accumulating else 0
     table_values = math.prod(model.trained.get("model.embed_tokens_per_layer.weight", (0,)))
     if step.on_gpu and step.accumulating:  # a CPU adds the rows of a batch in place
         second_gradient = max(second_gradient, table_values * step.weight_bytes)
-    stream = step.tokens_per_micro_batch * config.hidden_size * step.residual_bytes
+    stream: float = step.tokens_per_micro_batch * config.hidden_size * step.residual_bytes
     stream += 2 * given_bytes * num_layers
     yield StepMoment(
         gradients=all_gradients,
