@@ -2,7 +2,7 @@
 
     python scripts/architectures.py                 # all of them; a table
     python scripts/architectures.py lfm2 bamba      # these
-    python scripts/architectures.py --store         # and write the result beside this file
+    python scripts/architectures.py --store         # and keep the rows in the result beside this file
 
 Each model is made from its config class with every size shrunk, saved by transformers, opened by Bloomery, scored
 (within 1e-4), trained for three steps beside transformers' own model, exported and opened again by transformers. Packed
@@ -35,12 +35,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 RESULT = Path(__file__).with_name("architectures.json")
-SECONDS = 30
+SECONDS = 60
 LENGTHS = (11, 16)  # of the two documents of a row
 STEPS = 3
 SCORED = 1e-4  # largest difference of logits, as a share of the largest one
 PACKED = 1e-5
-EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+EXPERT_KEYS = (
+    "num_local_experts",
+    "num_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+    "num_experts_per_tok",
+)
 
 
 def _lfm2(settings: dict[str, Any]) -> None:
@@ -84,6 +90,7 @@ def _zamba2(settings: dict[str, Any]) -> None:
     kinds = ["linear_attention", "hybrid", "linear_attention", "hybrid"]
     settings |= {"num_hidden_layers": 4, "layers_block_type": kinds, "attention_hidden_size": 128}
     settings |= {"attention_head_dim": 32, "mamba_headdim": 16, "n_mamba_heads": 8}
+    settings["hybrid_layer_ids"] = [1, 3]
 
 
 def _falcon_h1(settings: dict[str, Any]) -> None:
@@ -121,6 +128,15 @@ def _nemotron_h(settings: dict[str, Any]) -> None:
     settings |= {"n_routed_experts": 1}
 
 
+def _cohere_compass(settings: dict[str, Any]) -> None:
+    rotation = {"rope_type": "default", "rope_theta": 10_000.0}
+    settings |= {
+        "rope_parameters": {"full_attention": rotation, "sliding_attention": rotation},
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_hidden_layers": 2,
+    }
+
+
 def _xlm(settings: dict[str, Any]) -> None:
     settings["causal"] = True
 
@@ -135,6 +151,7 @@ def _xmod(settings: dict[str, Any]) -> None:
 
 # What the tiny config needs beside smaller sizes.
 CHANGES: dict[str, Callable[[dict[str, Any]], None]] = {
+    "cohere_compass_text": _cohere_compass,
     "falcon_h1": _falcon_h1,
     "gemma3n_text": _gemma3n,
     "gemma4_text": _gemma4,
@@ -164,6 +181,16 @@ OTHER_INPUTS = {
     "moshi": "it decodes audio",
     "musicgen": "it decodes audio",
     "musicgen_melody": "it decodes audio",
+}
+
+
+# Whose kind no key of their config says.
+KINDS = {
+    "dots1": "experts",
+    "fuyu": "multimodal",
+    "git": "multimodal",
+    "got_ocr2": "multimodal",
+    "hunyuan_v1_moe": "experts",
 }
 
 
@@ -217,6 +244,7 @@ def tiny_model(name: str) -> Any:
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     from bloomery.model.tiny_configs import tiny_config
+    from bloomery.model.transformers_backend import persistent_buffers
     from bloomery.model.transformers_trial import draw_weights
 
     config = tiny_config(CONFIG_MAPPING[name](), CHANGES.get(name))
@@ -227,20 +255,28 @@ def tiny_model(name: str) -> Any:
     model = build(config, dtype=torch.float32).eval()
     draw_weights(model)
     model.tie_weights()
+    # Numbers that files keep beside parameters are not those that every model begins with.
+    for buffer in persistent_buffers(model).values():
+        if buffer.is_floating_point():
+            buffer.mul_(1.25)
     return model
 
 
-def kind_of(name: str, model: Any) -> str:
-    settings = model.config.to_dict()
+def kind_of(name: str) -> str:
+    """What an architecture is by the keys of its config, before anything is built of it."""
+    from transformers import CONFIG_MAPPING
+
     if name in OTHER_INPUTS:
         return "part of another model"
-    if any(
-        key in settings for key in ("vision_config", "audio_config", "text_config", "vq_config")
-    ):
+    if name in KINDS:
+        return KINDS[name]
+    settings: dict[str, Any] = CONFIG_MAPPING[name]().to_dict()
+    if any(key in settings for key in ("vision_config", "audio_config", "vq_config")):
         return "multimodal"
-    is_routed = any((settings.get(key) or 0) > 1 for key in EXPERT_KEYS)
-    has_experts = any(".experts." in parameter for parameter, _ in model.named_parameters())
-    if is_routed or has_experts:
+    if name in CHANGES:
+        CHANGES[name](settings)
+    texts = (settings, settings.get("text_config") or {}, settings.get("ffn_config") or {})
+    if any((text.get(key) or 0) > 1 for text in texts for key in EXPERT_KEYS):
         return "experts"
     if "encoder_layers" in settings or "num_encoder_layers" in settings:
         return "decoder of an encoder"
@@ -253,6 +289,8 @@ def difference(actual: Tensor, exact: Tensor) -> float:
 
 def attempt(name: str, implementation: str = "auto") -> Row:
     """Everything that the table says of one architecture."""
+    from bloomery.core.errors import UserError
+
     began = time.perf_counter()
     facts: dict[str, Any] = {"architecture": "", "kind": "", "layers": "", "documents": ""}
     seen: dict[str, float | None] = dict.fromkeys(
@@ -263,7 +301,9 @@ def attempt(name: str, implementation: str = "auto") -> Row:
         with limited(SECONDS), tempfile.TemporaryDirectory() as folder:
             _attempt(name, Path(folder), implementation, facts, seen)
     except Exception as error:  # any failure is a row of the table
-        problem = " ".join(str(error).split())[:160] or type(error).__name__
+        # Of an error of ours the problem, without the path of this try.
+        reason = error.problem if isinstance(error, UserError) else str(error)
+        problem = " ".join(reason.split())[:160] or type(error).__name__
     return Row(
         name=name, **facts, **seen, problem=problem, seconds=round(time.perf_counter() - began, 1)
     )
@@ -280,9 +320,9 @@ def _attempt(
     if name in OTHER_INPUTS:
         facts["kind"] = "part of another model"
         raise ValueError(OTHER_INPUTS[name])
+    facts["kind"] = kind_of(name)
     their_model = tiny_model(name)
     facts["architecture"] = type(their_model).__name__
-    facts["kind"] = kind_of(name, their_model)
     their_model.save_pretrained(folder / "saved")
     config = read_config(folder / "saved", implementation)
     backend = config.transformers_backend
@@ -426,10 +466,12 @@ def main() -> None:
             file=sys.stderr,
             flush=True,
         )
-    result = {
-        "versions": {"transformers": transformers.__version__, "torch": torch.__version__},
-        "rows": [asdict(row) for row in rows],
-    }
+    versions = {"transformers": transformers.__version__, "torch": torch.__version__}
+    if arguments.store and arguments.names and RESULT.is_file():
+        assert json.loads(RESULT.read_text())["versions"] == versions, "run all of them"
+        kept = stored_rows() | {row.name: row for row in rows}
+        rows = [kept[name] for name in names() if name in kept]
+    result = {"versions": versions, "rows": [asdict(row) for row in rows]}
     if arguments.store:
         RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result, indent=1) if arguments.json else "\n".join(table(rows)))

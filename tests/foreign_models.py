@@ -27,6 +27,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "opt": _COMMON
     | {"ffn_dim": 48, "max_position_embeddings": 64, "word_embed_proj_dim": 32, **_TOKENS},
     "falcon": _COMMON | {"new_decoder_architecture": False, **_TOKENS},
+    # positions in the scores alone (ALiBi), and no mask of documents
+    "bloom": {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4},
     # attention of its own
     "mpt": {"vocab_size": 64, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},
     "llama": _LLAMA | _TOKENS,

@@ -23,6 +23,8 @@ SAMPLE = {
     "lfm2": "rows",
     "qwen3_5_text": "rows",
     "granitemoehybrid": "rows",
+    # its activation has numbers that files keep and nothing trains
+    "apertus": "positions",
 }
 
 

@@ -19,7 +19,7 @@ from bloomery.recipe.objectives import Distill
 from bloomery.recipe.schema import Lora, Model, Peft, Quantize
 from bloomery.train.objectives import distillation
 from bloomery.train.state import build_state
-from foreign_models import SIZES, saved_model
+from foreign_models import saved_model
 
 TOKENS = torch.arange(60).view(2, 30)
 KINDS = ["gpt_neox", "phi", "opt"]
@@ -208,9 +208,7 @@ def test_a_known_family_has_the_same_losses_through_transformers(prepared, bases
 def test_an_architecture_that_takes_no_mask_computes_packed_documents_as_rows(
     prepared, bases, tmp_path
 ):
-    SIZES["bloom"] = {"vocab_size": 300, "hidden_size": 32, "n_layer": 2, "n_head": 4}
-    saved_model("bloom", base := tmp_path / "bloom")
-    del SIZES["bloom"]
+    saved_model("bloom", base := tmp_path / "bloom", vocab_size=300)
     plan = foreign_plan(prepared, base, model={"attention": "mask"}, train={"steps": 5})
     assert plan.model.config.transformers_backend.documents == "rows"
     run = resumed_bitwise(plan, tmp_path)

@@ -45,6 +45,16 @@ class QueryScale:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StoredBuffer:
+    """A few numbers that a model's files keep and that are not trained, by the name that they have there."""
+
+    name: str
+    dtype: str  # "bfloat16"
+    shape: tuple[int, ...]
+    numbers: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class TransformersBackend:
     """An architecture that transformers computes (`model.transformers_backend`).
 
@@ -66,6 +76,7 @@ class TransformersBackend:
     documents: DocumentWay = "positions"
     documents_reason: str = ""  # why they are rows of their own
     cache: Literal["own", "none"] = "own"
+    buffers: tuple[StoredBuffer, ...] = ()
     safe_reason: str = ""  # why transformers itself loads the weights; empty: it does not
 
 

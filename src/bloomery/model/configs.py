@@ -36,6 +36,7 @@ from bloomery.model.io.stored import (
     find_tensors,
     has_own_head,
     is_bare,
+    read_buffer,
     read_headers,
     read_object,
 )
@@ -302,8 +303,21 @@ def read_config(folder: Path, implementation: str = "auto") -> ModelConfig:
     # transformers ties no weights that differ in the files, whatever config.json says.
     if config.tie_embeddings and config.head == "tokens" and has_own_head(folder):
         untied_json = {**text_part(config_json), "tie_word_embeddings": False}
-        return read_as(untied_json, is_native=is_native, where=where)
-    return config
+        config = read_as(untied_json, is_native=is_native, where=where)
+    return _with_buffers(config, folder)
+
+
+def _with_buffers(config: ModelConfig, folder: Path) -> ModelConfig:
+    """The config with the numbers that the folder's files keep beside parameters. Raises UserError."""
+    backend = config.transformers_backend
+    if backend is None or not backend.buffers or is_bare(folder):
+        return config
+    tensors = find_tensors(folder)
+    buffers = [
+        read_buffer(buffer, tensors[buffer.name]) if buffer.name in tensors else buffer
+        for buffer in backend.buffers
+    ]
+    return replace(config, transformers_backend=replace(backend, buffers=tuple(buffers)))
 
 
 def read_as(config_json: Mapping[str, Any], *, is_native: bool, where: str) -> ModelConfig:
@@ -549,6 +563,7 @@ def grown(config: ModelConfig, vocab_size: int) -> ModelConfig:
         transformers_backend=replace(
             larger_config.transformers_backend,
             safe_reason=config.transformers_backend.safe_reason,
+            buffers=config.transformers_backend.buffers,
         ),
     )
 

@@ -15,12 +15,16 @@ HEAD_WIDTH = 16
 POSITIONS = 64
 WINDOW = 8  # shorter than the trial's texts, so that it counts
 FEWEST_LAYERS = 2
+BY_LAYER = (
+    "per_layer_config"  # the key of settings that some layers have of their own, by their number
+)
 
 LAYER_COUNTS = (
     "num_hidden_layers",
     "n_layer",
     "n_layers",
     "num_layers",
+    "num_blocks",
     "decoder_layers",
     "num_decoder_layers",
 )
@@ -74,13 +78,20 @@ def tiny_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in tiny.items():
         if isinstance(value, list | tuple) and chosen and len(value) == num_layers:
             value = [value[index] for index in chosen]
+        if key == BY_LAYER and isinstance(value, dict):
+            numbers = {index: number for number, index in enumerate(chosen)}
+            value = {
+                type(index)(numbers[int(index)]): tiny_settings(entry)
+                for index, entry in value.items()
+                if int(index) in numbers and isinstance(entry, dict)
+            }
         tiny[key] = _tiny_value(key, value, settings, len(chosen))
     _fit_state_space(tiny)
     return tiny
 
 
 def _tiny_value(key: str, value: Any, settings: Mapping[str, Any], num_layers: int) -> Any:
-    if isinstance(value, bool) or key in _UNTOUCHED:
+    if isinstance(value, bool) or key in _UNTOUCHED or key == BY_LAYER:
         return value
     if key == "rope_parameters" and isinstance(value, dict):
         return _tiny_rotation(value)
@@ -144,9 +155,11 @@ def _chosen_layers(settings: Mapping[str, Any]) -> list[int]:
     ]
     if not lists:
         return []
+    by_layer = settings.get(BY_LAYER) or {}
     first_of_kind: dict[str, int] = {}
     for index in range(num_layers):
-        first_of_kind.setdefault(repr([value[index] for value in lists]), index)
+        own = by_layer.get(index, by_layer.get(str(index)))
+        first_of_kind.setdefault(repr([own, *(value[index] for value in lists)]), index)
     chosen = sorted(first_of_kind.values())[:8]
     spare = [index for index in range(num_layers) if index not in chosen]
     return sorted(chosen + spare[: max(0, FEWEST_LAYERS - len(chosen))])

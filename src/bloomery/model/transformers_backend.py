@@ -19,11 +19,12 @@ from torch.overrides import TorchFunctionMode
 
 from bloomery.core.device import sent
 from bloomery.core.errors import UserError
-from bloomery.facts.config import DocumentWay, ModelConfig, whole_model
+from bloomery.facts.config import DocumentWay, ModelConfig, StoredBuffer, whole_model
 from bloomery.model.cache import Cache
 from bloomery.model.document_rows import DocumentGroup, document_groups
 
 IMPLEMENTATIONS = ("sdpa", "eager")  # of attention, the better first
+MOST_NUMBERS = 4096  # of a buffer that files keep
 
 
 class Unlike(Exception):
@@ -175,7 +176,8 @@ def computed_buffers(raw_config: str, attention: str) -> dict[str, Tensor]:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model, _ = blank_model(raw_config, attention)
-            builds.append(dict(model.named_buffers()))
+            kept_names = persistent_buffers(model).keys()
+            builds.append({n: b for n, b in model.named_buffers() if n not in kept_names})
     first, second = builds
     for name, value in first.items():
         if value.is_meta or not torch.equal(value, second[name]):
@@ -265,6 +267,8 @@ class TransformersBackbone(nn.Module):
             ),
             device,
         )
+        kept = self.transformers_backend.buffers
+        self.set_buffers({buffer.name: buffer_tensor(buffer) for buffer in kept}, device)
 
     def _tie(self) -> None:
         for (owner, leaf), *others in self._ties:
@@ -290,6 +294,9 @@ class TransformersBackbone(nn.Module):
         del borders, positions_BT  # its masks and positions are made of the documents
         if cache is not None:
             last_BTD = self._continued(tokens_BT, cache)
+        elif documents_BT is not None and self.documents == "rows" and self._is_sharded:
+            # Ranks that share weights compute equally many forwards, also where a row is one document.
+            last_BTD = self._in_rows(tokens_BT, documents_BT)
         elif documents_BT is None or _is_one_document(documents_BT):
             last_BTD = self._hidden(tokens_BT)
         elif self.documents == "rows":
@@ -349,14 +356,17 @@ class TransformersBackbone(nn.Module):
         cache.advance(tokens_BT.shape[1])
         return last_BTD
 
+    @property
+    def _is_sharded(self) -> bool:
+        return any(isinstance(layer, FSDPModule) for layer in self.layers)
+
     def _in_rows(self, tokens_BT: Tensor, documents_BT: Tensor) -> Tensor:
         """Each document by itself, several of similar lengths in a forward, padded on the right; padding becomes 0."""
         device = tokens_BT.device
-        is_sharded = any(isinstance(layer, FSDPModule) for layer in self.layers)
         tokens = tokens_BT.flatten()
         result: Tensor | None = None
         # A micro-batch of padding alone has no document, and is a forward nevertheless.
-        groups = document_groups(documents_BT, fixed=is_sharded)
+        groups = document_groups(documents_BT, fixed=self._is_sharded)
         for group in groups or [DocumentGroup(torch.empty(0, 0, dtype=torch.int64))]:
             places_NL = sent(group.places, device)
             is_empty = places_NL.numel() == 0
@@ -504,6 +514,7 @@ def transformers_facts(reference: Any, num_layers: int) -> dict[str, Any]:
 
     # A file must hold each parameter as it is computed with, or weights could not be read and written.
     saved_names = _saved_names(reference)
+    buffers = tuple(_stored_buffers(reference, saved_names))
     output_matrix(reference)
     listed = set[int]()
     parameters = []
@@ -526,7 +537,36 @@ def transformers_facts(reference: Any, num_layers: int) -> dict[str, Any]:
             if isinstance(module, nn.Linear):
                 has_bias = module.bias is not None
                 matrices.setdefault(name, (name, module.out_features, module.in_features, has_bias))
-    return {"parameters": tuple(parameters), "matrices": tuple(matrices.values())}
+    return {
+        "parameters": tuple(parameters),
+        "matrices": tuple(matrices.values()),
+        "buffers": buffers,
+    }
+
+
+def _stored_buffers(reference: Any, saved_names: dict[int, str]) -> Iterator[StoredBuffer]:
+    """Those that files keep, with the numbers that they begin with. Raises Unlike for many numbers."""
+    for name, buffer in persistent_buffers(reference).items():
+        stored_name = saved_names.get(id(buffer), "")
+        if stored_name != name or buffer.numel() > MOST_NUMBERS:
+            raise Unlike(f"files keep {name}, {buffer.numel():,} numbers that are no parameter")
+        numbers = [0.0] * buffer.numel() if buffer.is_meta else buffer.double().flatten().tolist()
+        dtype = str(buffer.dtype).removeprefix("torch.")
+        yield StoredBuffer(
+            name=name, dtype=dtype, shape=tuple(buffer.shape), numbers=tuple(numbers)
+        )
+
+
+def persistent_buffers(reference: Any) -> dict[str, Tensor]:
+    """The buffers that files keep, by name."""
+    kept_names = reference.state_dict().keys()
+    return {name: buffer for name, buffer in reference.named_buffers() if name in kept_names}
+
+
+def buffer_tensor(buffer: StoredBuffer) -> Tensor:
+    """On the CPU."""
+    numbers = torch.tensor(buffer.numbers, dtype=torch.float64)
+    return numbers.reshape(buffer.shape).to(getattr(torch, buffer.dtype))
 
 
 def output_matrix(reference: Any) -> nn.Linear:
@@ -538,18 +578,14 @@ def output_matrix(reference: Any) -> nn.Linear:
 
 
 def _saved_names(reference: Any) -> dict[int, str]:
-    """By the identity of a parameter, the name that transformers saves it under."""
-    parameter_names = {name for name, _ in reference.named_parameters(remove_duplicate=False)}
-    for name in reference.state_dict():
-        if name not in parameter_names:
-            raise Unlike(f"files keep {name}, which is no parameter")
+    """By the identity of a parameter or buffer, the name that transformers saves it under."""
     # Of tied weights it saves one, which its model names.
     tied_names = getattr(reference, "all_tied_weights_keys", {})
     parameters = {
         name: parameter
         for name, parameter in reference.named_parameters(remove_duplicate=False)
         if name not in tied_names
-    }
+    } | persistent_buffers(reference)
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # before transformers 5 a model computes with the names of its files

@@ -47,7 +47,8 @@ def apply_fsdp(
         for name, parameter in model.named_parameters()
     )
     matmul_dtype = None
-    if trains_all_weights:
+    # Transformers' layers mix dtypes as it happens: theirs are gathered as they are, and autocast rounds them.
+    if trains_all_weights and model.config.transformers_backend is None:
         matmul_dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(plan.precision)
     block_policy = MixedPrecisionPolicy(
         param_dtype=matmul_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False

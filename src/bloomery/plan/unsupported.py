@@ -635,7 +635,6 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         TRANSFORMERS_LAYERS,
         lambda r: r.model.implementation == "transformers",
-        shard="only Bloomery's decoder is sharded",
         pipeline="only Bloomery's decoder is cut into stages",
         context="only Bloomery's decoder exchanges heads",
         in_model=lambda config: config.transformers_backend is not None,

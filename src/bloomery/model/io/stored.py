@@ -8,7 +8,7 @@ import math
 import struct
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from bloomery.core.errors import UserError
 from bloomery.core.files import open_input, read_input
 from bloomery.core.units import counted
-from bloomery.facts.config import ModelConfig
+from bloomery.facts.config import ModelConfig, StoredBuffer
 from bloomery.facts.counting import Shape, layers, parameter_shapes
 from bloomery.facts.families import FAMILIES
 from bloomery.facts.family import StoredNames
@@ -513,6 +513,8 @@ def read_headers(
     }
     if config.tie_embeddings or config.head == "values":
         surplus_names -= set(HEADS)
+    if config.transformers_backend is not None:
+        surplus_names -= {buffer.name for buffer in config.transformers_backend.buffers}
     if unused_names := surplus_names & _unused_keys(config):
         surplus_names -= unused_names
         notes.append(
@@ -613,6 +615,20 @@ def has_own_head(folder: Path) -> bool:
     if len(heads) != 1 or len(embeddings) != 1:
         return False
     return not _same_values(heads[0], embeddings[0], heads[0].path.stat().st_mtime_ns)
+
+
+def read_buffer(buffer: StoredBuffer, tensor: StoredTensor) -> StoredBuffer:
+    """The buffer with the numbers of a file. Raises UserError where they are of another shape or kind."""
+    shape = tensor.shape
+    if shape != buffer.shape or tensor.kind not in WEIGHTS:
+        raise UserError(
+            f"{buffer.name} is {list(shape)} of {tensor.kind}; config.json makes it {list(buffer.shape)} numbers",
+            where=str(tensor.path),
+            fix="put the config.json there that was saved with these weights",
+        )
+    with tensor.path.open("rb") as file:
+        numbers = _numbers(file, tensor, 0, math.prod(shape))
+    return replace(buffer, dtype=DTYPES[tensor.kind], numbers=tuple(numbers.tolist()))
 
 
 def _is_head(name: str) -> bool:

@@ -44,7 +44,7 @@ from bloomery.model.io.stored import (
     tensor_locations,
 )
 from bloomery.model.norms import LayerNorm, RMSNorm
-from bloomery.model.transformers_backend import TransformersBackbone, loaded_safely
+from bloomery.model.transformers_backend import TransformersBackbone, buffer_tensor, loaded_safely
 from bloomery.model.transformers_checks import TOLERANCE, check_head
 from bloomery.recipe.schema import Quantize
 
@@ -265,6 +265,7 @@ def write_model(
     assert parameter_shapes(config).keys() <= state.keys(), "a model is written whole"
     tensors = to_hf_names({name: tensor.detach() for name, tensor in state.items()}, config)
     write_config(config, str(next(iter(tensors.values())).dtype).removeprefix("torch."), folder)
+    tensors |= stored_buffers(config)
     sizes = {name: tensor.numel() * tensor.itemsize for name, tensor in tensors.items()}
 
     def write_shard(file: Path, names: list[str]) -> None:
@@ -293,16 +294,26 @@ def write_model_piecewise(
         stored_name: (locations[names[0]].stored_shape(shapes[names[0]]), dtype)
         for stored_name, names in parameters_by_stored_name.items()
     }
+    buffers = stored_buffers(config)
+    specs |= {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in buffers.items()}
 
     def stored_tensor(stored_name: str) -> Tensor:
+        if stored_name in buffers:
+            return buffers[stored_name]
         parameters = {name: produce(name) for name in parameters_by_stored_name[stored_name]}
         return to_hf_names(parameters, config)[stored_name]
 
     def write_shard(file: Path, stored_names: list[str]) -> None:
         write_tensors(file, {name: specs[name] for name in stored_names}, stored_tensor)
 
-    sizes = {name: dtype.itemsize * math.prod(shape) for name, (shape, _) in specs.items()}
+    sizes = {name: kind.itemsize * math.prod(shape) for name, (shape, kind) in specs.items()}
     _write_shards(folder, sizes, shard_bytes, write_shard)
+
+
+def stored_buffers(config: ModelConfig) -> dict[str, Tensor]:
+    """What files keep beside parameters, by the names there."""
+    backend = config.transformers_backend
+    return {} if backend is None else {b.name: buffer_tensor(b) for b in backend.buffers}
 
 
 def write_config(config: ModelConfig, dtype: str, folder: Path) -> None:
