@@ -70,6 +70,53 @@ def test_a_leak_between_documents_is_found_on_the_weights_that_are_trained(
     assert ("changes the one after" in model.model.documents_reason) is not is_kept_apart
 
 
+def opened(name: str, folder: Path):
+    """Bloomery's model of a tiny one, and transformers'."""
+    from bloomery.model.configs import read_config
+
+    their_model = architectures.tiny_model(name)
+    their_model.save_pretrained(folder)
+    return architectures._opened(read_config(folder, "transformers"), folder), their_model
+
+
+TOKENS = torch.randint(3, 96, (2, 24), generator=torch.Generator().manual_seed(4))
+
+
+@pytest.mark.parametrize("name", ["lfm2", "granitemoehybrid", "opt", "smollm3"])
+@torch.no_grad()
+def test_padding_on_either_side_changes_no_text(name: str, tmp_path: Path) -> None:
+    our_model, their_model = opened(name, tmp_path)
+    documents_BT = torch.zeros_like(TOKENS)
+    documents_BT[0, :5] = -1  # on the left
+    documents_BT[1, -7:] = -1  # on the right
+    logits = our_model(TOKENS, documents_BT=documents_BT).head
+    for row, text in ((0, slice(5, 24)), (1, slice(0, 17))):
+        expected = their_model(input_ids=TOKENS[row : row + 1, text], use_cache=False).logits
+        torch.testing.assert_close(logits[row : row + 1, text], expected, atol=1e-4, rtol=0)
+
+
+# A cache of keys that is cut, one with states that cannot be, and none of transformers that continues the text.
+@pytest.mark.parametrize("name", ["smollm3", "lfm2", "mamba"])
+@torch.no_grad()
+def test_a_text_is_cut_copied_and_continued(name: str, tmp_path: Path) -> None:
+    from bloomery.model.cache import Cache
+
+    our_model, their_model = opened(name, tmp_path)
+    expected = their_model(input_ids=TOKENS[:1], use_cache=False).logits
+    first = Cache(our_model.config, 24)
+    our_model(TOKENS[:1, :16], cache=first)
+    # A text with a window or a state is only cut to nothing, as natively.
+    kept = 12 if first.cut(12) else 16
+    second = Cache(our_model.config, 24, slots=2)
+    second.fill(range(2), first, 0)
+    second.rows = range(1, 2)
+    continued = our_model(TOKENS[:1, kept:20], cache=second).head
+    torch.testing.assert_close(continued, expected[:, kept:20], atol=1e-4, rtol=0)
+    # The copies do not share what they keep.
+    continued = our_model(TOKENS[:1, kept:], cache=first).head
+    torch.testing.assert_close(continued, expected[:, kept:], atol=1e-4, rtol=0)
+
+
 def test_documents_of_similar_lengths_share_a_forward() -> None:
     documents_BT = torch.tensor([[0, 0, 0, 1, 1, 1, 2, -1], [-1, 0, 0, 0, 0, 0, 0, 1]])
     groups = document_groups(documents_BT, fixed=False)

@@ -6,6 +6,7 @@ B texts, T new tokens, S tokens that the new ones see, K key/value heads, E head
 """
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any, NamedTuple, final
 
 import torch
@@ -271,6 +272,7 @@ class Cache:
         length = source.lengths[source_slot]
         for row in rows:
             self.cut(0, row)
+            self.pasts[row] = deepcopy(source.pasts[source_slot])
         for layer, source_layer in zip(self.layers, source.layers, strict=True):
             if isinstance(layer, LayerCache) and isinstance(source_layer, LayerCache):
                 layer.fill(rows, source_layer, source_slot, length)

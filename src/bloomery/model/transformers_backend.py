@@ -380,7 +380,8 @@ class TransformersBackbone(nn.Module):
             is_token_NL = places_NL >= 0
             result = result.index_copy(0, places_NL[is_token_NL], hidden_NLD[is_token_NL])
         assert result is not None, "there is a group"
-        return result.unflatten(0, tokens_BT.shape)
+        hidden_BTD: Tensor = result.unflatten(0, tokens_BT.shape)
+        return hidden_BTD
 
     def _mask(self, tokens_BT: Tensor, positions_BT: Tensor) -> Any:
         """What keeps the documents apart beside their positions: None, a mask, or one for each kind of layer."""
