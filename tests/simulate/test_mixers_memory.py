@@ -3,6 +3,8 @@
 import pytest
 from steps_for_tests import counted, measured, simulated, small_plan, some
 
+from bloomery.model.native import find_compiler
+
 EVERY = {"kind": "lora", "rank": 8, "target_modules": ["all-linear"]}
 # Three layers of another mixer and one of attention.
 SIZES = {"num_layers": 4, "hidden_size": 256, "num_heads": 4, "head_dim": 64}
@@ -42,6 +44,15 @@ def test_a_convolution_in_c_plus_plus_keeps_less(case: str) -> None:
     assert counted(small_plan("lfm2", **settings)) == pytest.approx(
         measured(small_plan("lfm2", **settings)), rel=0.03
     )
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("case", some(["bfloat16", "LoRA, recomputed"], {"LoRA, recomputed"}))
+def test_delta_nets_in_compiled_code_agree(case: str) -> None:
+    plan = small_plan("qwen3_5_text", sizes=SIZES, rows=2, attention="compiled", **CASES[case])
+    real = measured(plan)
+    assert simulated(plan) == pytest.approx(real, rel=0.01)
+    assert counted(plan) == pytest.approx(real, rel=0.05)
 
 
 @pytest.mark.soak

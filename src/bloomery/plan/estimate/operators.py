@@ -22,6 +22,7 @@ BETWEEN = 15  # attention, residual stream, activation and gate
 # A delta net in place of attention: for each group of heads, and for each chunk of it. Backward computes both again.
 DELTA_NET = 500
 DELTA_NET_CHUNK = 40
+COMPILED_DELTA_NET = 60  # in C++: convolution, rule, norm and gate
 CONVOLUTION = 37  # in place of attention
 # LoRA's two matrices: six products, their casts, the scale and the addition, with their gradients.
 ADAPTER = 15
@@ -68,7 +69,9 @@ def _operators_of(step: StepShape, layer: TrainedLayer) -> float:
     if facts.short_convolution is not None:
         between += CONVOLUTION
     rule = 0.0
-    if facts.delta_net is not None:
+    if facts.delta_net is not None and step.attention == "compiled":
+        rule = COMPILED_DELTA_NET
+    elif facts.delta_net is not None:
         groups = delta_net_groups(facts.delta_net, step.tokens_per_micro_batch, on_cpu=True)
         chunks = -(-step.sequence_length // DELTA_CHUNK)
         rule = groups * (DELTA_NET + DELTA_NET_CHUNK * chunks)
