@@ -306,6 +306,11 @@ FORMATS: dict[str, tuple[dict, Pack, str]] = {
         pack_ints(4, zero_points=True, ordered=True),
         "int4",
     ),
+    "ct-packed-3-zeros": (
+        CT | {"format": "pack-quantized"} | groups(num_bits=3, symmetric=False),
+        pack_ints(3, zero_points=True),
+        "int3",
+    ),
     "ct-packed-8": (CT | {"format": "pack-quantized"} | groups(num_bits=8), pack_ints(8), "int8"),
     "ct-nvfp4": (
         CT | {"format": "nvfp4-pack-quantized"} | groups(num_bits=4, type="float"),
@@ -355,18 +360,26 @@ FORMATS: dict[str, tuple[dict, Pack, str]] = {
 def write_packed(folder: Path, name: str, **sizes: int) -> transformers.LlamaForCausalLM:
     """A tiny Llama in that format in the folder; returns transformers' model with the values that its codes have."""
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**(SIZES | sizes))).float()
+    config = transformers.LlamaConfig(**(SIZES | sizes))
+    return pack_model(transformers.LlamaForCausalLM(config).float(), folder, name)
+
+
+def pack_model(
+    model: transformers.PreTrainedModel, folder: Path, name: str, *, prefix: str = ""
+) -> transformers.PreTrainedModel:
+    """`write_packed` of a model. `prefix`: in front of "model." in the files, as a multimodal model has it."""
     model.save_pretrained(folder)
     settings, pack, _ = FORMATS[name]
     random = torch.Generator().manual_seed(1)
     tensors = load_file(folder / "model.safetensors")
     for path, module in model.named_modules():
-        if not path.startswith("model.layers.") or not isinstance(module, torch.nn.Linear):
+        if ".layers." not in path or not isinstance(module, torch.nn.Linear):
             continue
         del tensors[f"{path}.weight"]
         packed, values = pack(*module.weight.shape, random)
         tensors |= {f"{path}.{key}": tensor.contiguous() for key, tensor in packed.items()}
         module.weight.data = values.float()
+    tensors = {prefix + key: tensor for key, tensor in tensors.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     config["quantization" if name.startswith("mlx") else "quantization_config"] = settings

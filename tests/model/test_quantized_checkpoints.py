@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from packed_checkpoints import FORMATS, write_packed
+import transformers
+from packed_checkpoints import FORMATS, SIZES, pack_model, write_packed
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
@@ -60,6 +61,35 @@ def test_each_format_is_read_as_it_is_defined(name: str, tmp_path: Path) -> None
         assert_close(ours(ids).head, theirs(ids).logits, atol=1e-4, rtol=0)
     (note,) = headers_of(tmp_path).notes[-1:]
     assert FORMATS[name][2] in note and "7 of its matrices" in note
+
+
+@pytest.mark.parametrize("name", ["gptq-4-ordered", "fp8-blocks"])
+@pytest.mark.parametrize("family", ["Phi3", "GPTNeoX"])
+def test_fused_matrices_and_layers_of_transformers_read_them_too(family, name, tmp_path) -> None:
+    """Phi-3 stores q, k and v as one matrix; GPT-NeoX runs through transformers' layers."""
+    torch.manual_seed(0)
+    sizes = SIZES | {"pad_token_id": 0, "eos_token_id": 1}
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).float()
+    theirs = pack_model(model, tmp_path, name)
+    ours = load_decoder(tmp_path, dtype=torch.float32)
+    assert (ours.config.transformers_backend is not None) == (family == "GPTNeoX")
+    ids = torch.arange(40).view(2, 20)
+    with torch.no_grad():
+        assert_close(ours(ids).head, theirs(ids).logits, atol=1e-4, rtol=0)
+
+
+def test_the_language_model_of_a_multimodal_one_is_read(tmp_path: Path) -> None:
+    """As Ministral 3 is published: FP8 with a scale per tensor, and a prefix in front of the names."""
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).float()
+    theirs = pack_model(model, tmp_path, "fp8-tensor", prefix="language_model.")
+    assert "language_model.model.layers.0.mlp.up_proj.weight_scale_inv" in load_file(
+        tmp_path / "model.safetensors"
+    )
+    ours = load_decoder(tmp_path, dtype=torch.float32)
+    ids = torch.arange(40).view(2, 20)
+    with torch.no_grad():
+        assert_close(ours(ids).head, theirs(ids).logits, atol=1e-4, rtol=0)
 
 
 def test_few_rows_at_a_time_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,8 @@ class Packing:
     """How a matrix [O, I] lies in its file: value = (code - zero) * scale, with the format's own codes and grids.
 
     `codes`: "float8", "int8", "fp4" (two in a byte, the first below), "bits" (whole numbers of `bits` in words of 32)
-    lie in rows of the matrix; "gptq" and "awq" in columns; "flat" is bitsandbytes' 4 bits; "experts" gpt-oss' MXFP4.
+    and "stream" (the same, over the border of words) lie in rows of the matrix; "gptq" and "awq" in columns; "flat" is
+    bitsandbytes' 4 bits; "experts" gpt-oss' MXFP4.
     `block`: rows and columns that share a scale. `less`: what is subtracted from a code. `plus`: what is added to a
     stored zero point. `factor`: of all values. `offset`: of nested scales.
     """
@@ -317,24 +318,29 @@ def _compressed(form: _Format) -> Tensors:
         shape = _whole_numbers(form.take(f"{stem}_shape"))
         if codes.kind != "I32" or len(shape) != 2 or len(codes.shape) != 2 or min(shape) < 1:
             raise form.refuse(f"{name[:120]} is no matrix of packed words")
-        # Codes fill words of 32 bits from below; what is left over at the end of a row is empty.
+        # Codes fill words of 32 bits from below. Those of 3, 5, 6 or 7 bits run on over the border of words in
+        # newer versions, and left the last bits of a word empty before: the number of words says which.
         fitting = [
-            number
+            (number, layout)
             for number in bits
-            if isinstance(number, int)
-            and 1 < number <= 8
-            and codes.shape == (shape[0], -(-shape[1] // (32 // number)))
+            if isinstance(number, int) and 1 < number <= 8
+            for layout, words in (
+                ("stream", -(-shape[1] * number // 32)),
+                ("bits", -(-shape[1] // (32 // number))),
+            )
+            if codes.shape == (shape[0], words)
         ]
-        if len(fitting) != 1:
+        if len({number for number, _ in fitting}) != 1:
             raise form.refuse(
                 f"{name[:120]} is {list(codes.shape)}, which is {list(shape)} in none of {sorted(map(str, bits))} bits"
             )
-        (number,) = fitting
-        per_word = 32 // number
+        number, layout = fitting[0]
         groups = 1 if len(scales.shape) < 2 else scales.shape[1]
         zeros = form.tensors.pop(f"{stem}_zero_point", None)
         if zeros is not None:
-            packed_rows = (-(-shape[0] // per_word), groups)
+            dense_words = -(-shape[0] * number // 32)
+            num_words = dense_words if layout == "stream" else -(-shape[0] // (32 // number))
+            packed_rows = (num_words, groups)
             form.check(f"{stem}_zero_point", zeros, packed_rows, scales.shape)
             packed = zeros.kind == "I32" and zeros.shape == packed_rows
             parts.append(("packed zeros" if packed else "zeros", zeros))
@@ -343,7 +349,7 @@ def _compressed(form: _Format) -> Tensors:
             parts.append(("order", order))
         block = form.block(f"{stem}_scale", scales, shape)
         label = f"int{number} (compressed-tensors), {_grid(block, shape)}"
-        how = Packing(label, "bits", tuple(parts), bits=number, block=block, less=2 ** (number - 1))
+        how = Packing(label, layout, tuple(parts), bits=number, block=block, less=2 ** (number - 1))
         form.put(stem, codes, shape, how)
     return _float8(form)
 

@@ -63,7 +63,8 @@ def _in_rows(
     elif "packed zeros" in parts:
         # Zero points are packed along the outputs, with the offset of the codes.
         words_WG = read(parts["packed zeros"], None)
-        zeros_RG = bits_of_words(words_WG.t(), packing.bits).t()[:outputs] - packing.less
+        unpack = bits_of_words if packing.codes == "bits" else unpacked_bits
+        zeros_RG = unpack(words_WG.t(), packing.bits).t()[:outputs] - packing.less
     biases_RG = _numbers(read(parts["biases"], None)) if "biases" in parts else None
     groups = _Groups(_order(parts, read), inputs, wide, grid_RG.shape[1], tensor)
 
