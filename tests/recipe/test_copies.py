@@ -3,6 +3,7 @@
 import pytest
 
 from bloomery.facts.copies import quantized_copy
+from bloomery.facts.published import original_of, published_config
 from bloomery.recipe.importing import import_recipe
 from bloomery.recipe.load import load_recipe
 
@@ -37,11 +38,18 @@ PLAIN = ("Qwen/Qwen3-8B", "google/gemma-3-4b-it", "./models/x-GGUF/y/z", "openai
 @pytest.mark.parametrize("name", NAMES)
 def test_the_model_behind_a_copy(name: str) -> None:
     copy = quantized_copy(name)
-    assert copy is not None and (copy.original, copy.quantize) == NAMES[name]
+    assert copy is not None and (original_of(copy), copy.quantize) == NAMES[name]
 
 
 def test_models_in_full_precision_are_no_copies() -> None:
     assert [name for name in PLAIN if quantized_copy(name) is not None] == []
+
+
+def test_a_copy_has_the_shape_of_its_original() -> None:
+    config = published_config("Qwen/Qwen3-8B")
+    for name in ("unsloth/Qwen3-8B-unsloth-bnb-4bit", "Qwen/Qwen3-8B-FP8", "me/Qwen3-8B-AWQ@main"):
+        assert published_config(name) == config, name
+    assert published_config("me/Something-else-AWQ") is None
 
 
 AXOLOTL = """\

@@ -1,12 +1,10 @@
-"""Names of quantized copies, such as unsloth/Qwen3-8B-bnb-4bit, and the model that each is a copy of. No torch.
+"""Names of quantized copies, such as unsloth/Qwen3-8B-bnb-4bit, and what each is. No torch.
 
 What a repository holds is in its config.json; a name is all that a file of another program has.
 """
 
 import re
 from typing import Literal, NamedTuple
-
-from bloomery.facts.published import published_name
 
 # How a name ends -> the form, as people call it; tried in this order, on the end that is left, until none is.
 _ENDINGS: tuple[tuple[str, str], ...] = (
@@ -28,16 +26,15 @@ _ENDINGS: tuple[tuple[str, str], ...] = (
     (r"-(?:mlx-)?[568]bit", "MLX, 8 bits"),
     (r"-(?:mlx-)?(?:bf16|fp16)|-mlx", "MLX"),
 )
-# Who publishes copies in full precision under the same name, which need no licence to be accepted.
-_UNGATED = ("unsloth",)
 Bits = Literal["nf4", "int8", "none"]
 
 
 class Copy(NamedTuple):
-    """`form`: what the copy is; `original`: the model, where its name is known; `quantize`: what is like the copy."""
+    """`form`: what the copy is; `stem`: its name without the ending; `quantize`: what a recipe does like it."""
 
     form: str
-    original: str | None
+    organization: str
+    stem: str
     quantize: Bits
 
     @property
@@ -64,22 +61,4 @@ def quantized_copy(name: str) -> Copy | None:
     quantize: Bits = (
         "nf4" if "4 bits" in form or "FP4" in form else "int8" if "8 bits" in form else "none"
     )
-    return Copy(form, _original(organization, stem), quantize)
-
-
-def _original(organization: str, stem: str) -> str | None:
-    if organization.lower() in _UNGATED:
-        return f"{organization}/{stem}"
-    # Some write the publisher in front of the name: bartowski/google_gemma-3-4b-it-GGUF.
-    for candidate in (stem, stem.partition("_")[2], stem.partition("-")[2]):
-        if candidate and (known := published_name(candidate)) is not None:
-            return known
-    publishes_models = organization.lower() in {
-        "qwen",
-        "google",
-        "mistralai",
-        "ibm-granite",
-        "liquidai",
-        "allenai",
-    }
-    return f"{organization}/{stem}" if publishes_models else None
+    return Copy(form, organization, stem, quantize)

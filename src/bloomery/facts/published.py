@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from bloomery.core.text import closest
 from bloomery.facts.config import Experts, ModelConfig
+from bloomery.facts.copies import Copy, quantized_copy
 from bloomery.facts.families import EXPERT_FAMILIES, FAMILIES
 from bloomery.facts.hf_config import config_from_hf
 
@@ -68,7 +69,29 @@ def published_entry(name: str) -> Published | None:
         return entry
     organization, _, model = hub_id.rpartition("/")
     mirrors = {mirror.lower() for mirror in _table()["mirrors"]}
-    return _mirrored().get(model) if organization in mirrors else None
+    if organization in mirrors and model in _mirrored():
+        return _mirrored()[model]
+    # A quantized copy has the shape of its original.
+    copy = quantized_copy(name)
+    original = None if copy is None else original_of(copy)
+    return None if original is None else published_entry(original)
+
+
+# Who publishes copies in full precision under the same name, for which no licence is accepted; and their own models.
+_UNGATED = ("unsloth",)
+_PUBLISHERS = ("allenai", "google", "ibm-granite", "liquidai", "mistralai", "qwen")
+
+
+def original_of(copy: Copy) -> str | None:
+    """The Hub id of the model that a quantized copy was made from; None where its name says no known one."""
+    if copy.organization.lower() in _UNGATED:
+        return f"{copy.organization}/{copy.stem}"
+    # Some write the publisher in front of the name: bartowski/google_gemma-3-4b-it-GGUF.
+    for candidate in (copy.stem, copy.stem.partition("_")[2], copy.stem.partition("-")[2]):
+        if candidate and (known_name := published_name(candidate)) is not None:
+            return known_name
+    is_own = copy.organization.lower() in _PUBLISHERS
+    return f"{copy.organization}/{copy.stem}" if is_own else None
 
 
 def published_name(model: str) -> str | None:

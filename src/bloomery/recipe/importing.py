@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from bloomery.facts.copies import quantized_copy
+from bloomery.facts.published import original_of
 from bloomery.recipe.aliases import (
     ROLLOUTS,
     Alias,
@@ -102,11 +103,12 @@ def _name_original(draft: Draft) -> None:
     copy = None if model is None else quantized_copy(model.text)
     if model is None or copy is None:
         return
-    if copy.original is None and copy.is_trained:
+    original = original_of(copy)
+    if original is None and copy.is_trained:
         reason = f"a copy ({copy.form}), read as it is: a frozen base"
         draft.settings["model.from"] = Setting(model.text, model.names, reason)
         return
-    if copy.original is None:
+    if original is None:
         reason = (
             f"set it: {model.text} is a copy ({copy.form}); name the model that it was made from"
         )
@@ -115,7 +117,7 @@ def _name_original(draft: Draft) -> None:
     reason = f"the model of which the file names a copy ({copy.form})"
     if copy.is_trained:
         reason += "; an adapter may also be trained on the copy"
-    draft.settings["model.from"] = Setting(copy.original, model.names, reason)
+    draft.settings["model.from"] = Setting(original, model.names, reason)
     is_full = draft.value("adapter.kind") in ("", "none")
     if copy.quantize != "none" and not is_full and draft.value("quantize.kind") in ("", "none"):
         draft.settings["quantize.kind"] = Setting(copy.quantize, model.names, "as the copy is")
