@@ -13,9 +13,10 @@ from torch.testing import assert_close
 from transformers import AutoModelForSequenceClassification
 
 from bloomery.core.errors import UserError
+from bloomery.facts.hf_config import config_from_hf
 from bloomery.model.adapters.lora import adapt, adapted, init_adapters, trained_state
 from bloomery.model.adapters.peft_files import write_adapter
-from bloomery.model.adapters.settings import adaptation
+from bloomery.model.adapters.settings import adaptation, target_modules
 from bloomery.model.configs import read_config
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import Values
@@ -37,6 +38,7 @@ KINDS = {
         "rank_pattern": {"layers.0.self_attn.q_proj": 2, "^model.layers.1.self_attn.q_proj": 6},
         "alpha_pattern": {"v_proj": 3, r"layers\.[01]\.mlp.down_proj": 5},
     },
+    "all-linear": {"target_modules": "all-linear"},
     "whole": {"modules_to_save": ["lm_head", "model.norm"]},
 }
 
@@ -61,7 +63,7 @@ def trained_by_peft(case, folder, **settings):
 @pytest.mark.parametrize(
     ("case", "kind"),
     [
-        *(("llama2", kind) for kind in KINDS),
+        *(("llama2", kind) for kind in KINDS if kind != "all-linear"),
         ("llama3-gqa-tied", "dora"),
         ("gpt2", "lora"),
         ("gpt2", "dora"),
@@ -74,7 +76,7 @@ def trained_by_peft(case, folder, **settings):
 )
 def test_an_adapter_of_peft_computes_the_same_here(case, kind, tmp_path):
     targets = {"target_modules": THEIRS[case]} if case in THEIRS else {}
-    their_model = trained_by_peft(case, tmp_path, **KINDS[kind], **targets)
+    their_model = trained_by_peft(case, tmp_path, **KINDS[kind] | targets)
     # float32 rounds the logits by more than 1e-5
     our_model = load_decoder(tmp_path / "adapter", dtype=torch.float64)
     with torch.no_grad():
@@ -133,6 +135,20 @@ def test_an_adapter_of_ours_computes_the_same_in_peft(case, settings, tmp_path):
         logits = our_model.double()(tokens()).head
         assert_close(logits, their_model.double()(tokens()).logits, atol=1e-5, rtol=0)
         assert_close(logits, loaded_model(tokens()).head, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("case", ["gemma4-e2b", "gemma4-12b"])
+def test_all_linear_means_what_it_means_to_peft(case):
+    """Also the projection outside the layers that makes their inputs."""
+    model = tiny_reference(case)
+    config = config_from_hf(model.config.to_dict())
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))
+    theirs = {
+        name.removeprefix("base_model.model.")
+        for name, module in wrapped.named_modules()
+        if isinstance(module, peft.tuners.lora.Linear)
+    }
+    assert set(target_modules(config, ["all-linear"])) == theirs
 
 
 @pytest.mark.parametrize("case", ["llama2", "llama3-gqa-tied"])

@@ -4,9 +4,12 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import peft
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
+from tiny_models import CASES as CASE_CONFIGS
 from tiny_models import saved_reference, tokens
 from torch import Tensor
 from torch.testing import assert_close
@@ -14,9 +17,15 @@ from torch.testing import assert_close
 from bloomery.core.errors import UserError
 from bloomery.facts.counting import layers, parameter_count, parameter_shapes
 from bloomery.facts.hf_config import config_from_hf
+from bloomery.model.adapters.lora import adapt, init_adapters, trained_state
+from bloomery.model.adapters.peft_files import write_adapter
+from bloomery.model.adapters.settings import adaptation
 from bloomery.model.cache import Cache
 from bloomery.model.decoder import Decoder
-from bloomery.model.io.weights import load_decoder
+from bloomery.model.io.stored import find_tensors
+from bloomery.model.io.weights import load_decoder, model_state, write_model
+from bloomery.plan.gather import _unrun_programs
+from bloomery.recipe.schema import Lora
 
 CASES = ("gemma4-e2b", "gemma4-e4b", "gemma4-31b", "gemma4-12b")
 TOKENS = tokens()
@@ -181,6 +190,87 @@ def test_keys_that_a_published_file_has_and_no_layer_uses_are_left_out(tmp_path:
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(UserError, match="has no place"):
         load_decoder(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_an_adapter_of_all_linear_layers_is_the_same_in_peft(kind: str, tmp_path: Path) -> None:
+    """Also of the projection outside the layers. transformers norms in float32: 2e-5 of logits of deviation 3."""
+    their_model = saved_reference("gemma4-e2b", tmp_path / "base")
+    decoder = load_decoder(tmp_path / "base")
+    lora = Lora(kind=kind, rank=4, alpha=8.0, target_modules=["all-linear"])
+    adapt(decoder, lora)
+    init_adapters(decoder, 0)
+    numbers = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            if parameter.requires_grad:
+                parameter += torch.empty_like(parameter).normal_(0, 0.1, generator=numbers)
+    (tmp_path / "adapter").mkdir()
+    written = adaptation(decoder.config, lora)
+    base = str(tmp_path / "base")
+    write_adapter(trained_state(decoder), written, decoder.config, tmp_path / "adapter", base=base)
+    theirs = peft.PeftModel.from_pretrained(their_model, tmp_path / "adapter").eval().double()
+    loaded = load_decoder(tmp_path / "adapter", dtype=torch.float64)
+    with torch.no_grad():
+        logits = decoder.double()(TOKENS).head
+        assert_close(logits, theirs(TOKENS).logits, atol=1e-4, rtol=0)
+        assert_close(logits, loaded(TOKENS).head, atol=1e-5, rtol=0)
+        assert float((logits - load_decoder(tmp_path / "base")(TOKENS).head).abs().max()) > 0.1
+
+
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "position_embedding_size": 16,
+}
+UNIFIED_VISION = {"mm_embed_dim": 48, "mm_posemb_size": 16, "output_proj_dims": 48}
+AUDIO = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "subsampling_conv_channels": [8, 4],
+    "output_proj_dims": 24,
+}
+WHOLES = {
+    "Gemma4": ("gemma4-e2b", {"vision_config": VISION, "audio_config": AUDIO}),
+    "Gemma4Unified": (
+        "gemma4-12b",
+        {"vision_config": UNIFIED_VISION, "audio_config": {"audio_embed_dim": 40}},
+    ),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", WHOLES)
+def test_a_multimodal_folder_opens_as_its_language_model(kind: str, tmp_path: Path) -> None:
+    """As E2B and 12B are published: the language model's tensors begin with model.language_model."""
+    case, parts = WHOLES[kind]
+    config = getattr(transformers, f"{kind}Config")(text_config=CASE_CONFIGS[case][1], **parts)
+    torch.manual_seed(0)
+    whole = getattr(transformers, f"{kind}ForConditionalGeneration")._from_config(
+        config, attn_implementation="eager"
+    )
+    for name, parameter in whole.eval().named_parameters():
+        is_gain = "norm" in name and parameter.ndim == 1
+        torch.nn.init.normal_(parameter, 1.0 if is_gain else 0.0, 0.2)
+    whole.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert any(name.startswith("model.language_model.layers.0.") for name in tensors)
+    assert any("vision" in name for name in tensors) and any("audio" in name for name in tensors)
+    decoder = load_decoder(tmp_path)
+    assert_close(decoder(TOKENS).head, whole(TOKENS).logits, atol=1e-4, rtol=0)
+    assert not any("vision" in name or "audio" in name for name in find_tensors(tmp_path))
+    notes = list(_unrun_programs(str(tmp_path), decoder.config))
+    assert any("vision and audio weights are left out" in note for note in notes), notes
+    (tmp_path / "ours").mkdir()
+    write_model(model_state(decoder), decoder.config, tmp_path / "ours")
+    reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    assert type(reloaded).__name__ == f"{kind}ForCausalLM"
+    assert_close(reloaded(TOKENS).logits, decoder(TOKENS).head, atol=1e-4, rtol=0)
 
 
 PUBLISHED = {

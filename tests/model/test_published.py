@@ -27,6 +27,13 @@ COUNTS = {
     "meta-llama/Llama-2-70b-hf": 68_976_648_192,
     "meta-llama/Llama-3.1-8B": 8_030_261_248,
 }
+# What llama.cpp reports for GGUF files of language models: also frequencies of rotation, and keys that no layer uses.
+OF_GGUF_FILES = {
+    "google/gemma-4-E2B-it": 4_647_450_147,
+    "google/gemma-4-E4B-it": 7_518_069_290,
+    "google/gemma-4-12B-it": 11_907_350_576,
+    "google/gemma-4-31B-it": 30_697_345_596,
+}
 UNITS = {"B": 1e9, "M": 1e6}
 
 
@@ -44,6 +51,18 @@ def first_name(entry: Published) -> str:
 @pytest.mark.parametrize("name", COUNTS)
 def test_the_parameter_count_is_that_of_the_files(name):
     assert parameter_count(published_config(name)) == COUNTS[name]
+
+
+@pytest.mark.parametrize("name", OF_GGUF_FILES)
+def test_the_parameter_count_is_that_of_llama_cpp(name):
+    config = published_config(name)
+    unused = sum(
+        2 * layer.key_width * layer.hidden_size + layer.head_dim
+        for layer in layers(config)
+        if layer.keys_of is not None
+    )
+    frequencies = max(layer.head_dim for layer in layers(config)) // 2
+    assert parameter_count(config) + unused + frequencies == OF_GGUF_FILES[name]
 
 
 @pytest.mark.parametrize("entry", published_models(), ids=first_name)

@@ -249,7 +249,10 @@ def _unrun_programs(start: str, config: ModelConfig) -> Iterator[str]:
     kind = raw_config.get("model_type")
     name = folder.name if Path(start).exists() else start
     if text_part(raw_config) is not raw_config:
-        yield f"{name} is multimodal: its language model is trained as {architecture}, vision weights are left out"
+        left_out = (
+            "vision and audio weights" if raw_config.get("audio_config") else "vision weights"
+        )
+        yield f"{name} is multimodal: its language model is trained as {architecture}, {left_out} are left out"
     elif raw_config.get("auto_map"):
         yield f"{name} has remote code (auto_map), which is never run: loaded as {architecture}"
     elif isinstance(kind, str) and config.transformers_backend is None and kind != config.family:

@@ -37,6 +37,7 @@ from bloomery.model.adapters.settings import (
     Pair,
     VocabularyChange,
     adapter_file,
+    linear_modules,
     read_settings,
     right_base,
     shares_head,
@@ -353,11 +354,12 @@ class _Reading:
         locations = tensor_locations(config)
         pairs: dict[str, Pair] = {}
         lora_biases: list[str] = []
+        adaptable_modules = set(linear_modules(config))
         for stored_module, pair in self.pair_of_module.items():
             if stored_module in self.vocabulary_modules:
                 continue
             modules = modules_by_stored_module.get(stored_module, [])
-            if not modules or ".layers." not in modules[0]:
+            if not modules or modules[0] not in adaptable_modules:
                 raise self._not_in_base(stored_module)
             outputs = locations[f"{modules[0]}.weight"].stored_rows
             inputs = shapes[f"{modules[0]}.weight"][1]
