@@ -339,7 +339,7 @@ def _utilization(plan: "RunPlan", machine: "Machine") -> dict[str, Any] | None:
     None where the GPU or the time of a step is unknown.
     """
     from bloomery.hardware.profile import build_profile
-    from bloomery.plan.page import dtype_of, reached_flops
+    from bloomery.plan.page import dtype_of, mixer_flops, reached_flops
 
     gpu = build_profile(machine).gpu
     if gpu is None or plan.step_seconds is None:
@@ -350,7 +350,7 @@ def _utilization(plan: "RunPlan", machine: "Machine") -> dict[str, Any] | None:
     return {
         "peak": flops / peak_flops if peak_flops else None,
         "achievable": flops / achievable_flops if achievable_flops else None,
-        "formula": "FLOPs per token: 6 per matmul weight + 12 L d T",
+        "formula": f"FLOPs per token: 6 per matmul weight + {mixer_flops(plan.model.config)}",
     }
 
 

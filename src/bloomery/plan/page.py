@@ -19,7 +19,8 @@ from bloomery.core.units import (
     format_seconds,
     two_digits,
 )
-from bloomery.facts.counting import active_parameter_count, parameter_count
+from bloomery.facts.config import ModelConfig
+from bloomery.facts.counting import active_parameter_count, layers, parameter_count
 from bloomery.facts.families import family_label
 from bloomery.hardware.machine import Accelerator, Machine
 from bloomery.hardware.profile import (
@@ -490,8 +491,16 @@ def part_lines(report: PlanReport, profile: Profile) -> list[str]:
         if plan.adapter.kind == "none"
         else "4 per frozen weight, 6 per trainable weight"
     )
-    mfu.append(f"FLOPs per token: {weights} + 12 L d T")
+    mfu.append(f"FLOPs per token: {weights} + {mixer_flops(plan.model.config)}")
     return [*joined([f"of which {spent[0]}", *spent[1:]]), *joined(mfu)]
+
+
+def mixer_flops(config: ModelConfig) -> str:
+    """What layers compute beside their matrices, in words: L layers of width d, on T tokens."""
+    if all(layer.mixer == "attention" for layer in layers(config)):
+        return "12 L d T"
+    has_rules = any(layer.delta_net is not None for layer in layers(config))
+    return "12 L d T of the layers with attention" + (" + delta rules" if has_rules else "")
 
 
 def rollout_part_lines(rollout: RolloutPlan, step_seconds: float) -> list[str]:

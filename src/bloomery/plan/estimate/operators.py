@@ -68,11 +68,24 @@ def _operators_of(step: StepShape, layer: TrainedLayer) -> float:
         between += ROTARY
     if facts.short_convolution is not None:
         between += CONVOLUTION
-    rule = 0.0
-    if facts.delta_net is not None and step.attention == "compiled":
-        rule = COMPILED_DELTA_NET
-    elif facts.delta_net is not None:
-        groups = delta_net_groups(facts.delta_net, step.tokens_per_micro_batch, on_cpu=True)
-        chunks = -(-step.sequence_length // DELTA_CHUNK)
-        rule = groups * (DELTA_NET + DELTA_NET_CHUNK * chunks)
-    return products + adapters + rule + between * (COMPILED if step.compiled else 1.0)
+    return (
+        products
+        + adapters
+        + rule_operators(step, layer)
+        + between * (COMPILED if step.compiled else 1.0)
+    )
+
+
+def rule_operators(step: StepShape, layer: TrainedLayer) -> float:
+    """Of a delta net between its projections, forward and backward; 0 of another mixer.
+
+    A GPU launches as many kernels.
+    """
+    sizes = layer.layer.delta_net
+    if sizes is None:
+        return 0.0
+    if step.attention == "compiled":
+        return COMPILED_DELTA_NET
+    groups = delta_net_groups(sizes, step.tokens_per_micro_batch, on_cpu=not step.on_gpu)
+    chunks = -(-step.sequence_length // DELTA_CHUNK)
+    return float(groups * (DELTA_NET + DELTA_NET_CHUNK * chunks))

@@ -17,7 +17,11 @@ from bloomery.hardware.specs import cpu_efficiency
 from bloomery.plan.estimate import delta_net
 from bloomery.plan.estimate.activations import keeps_scores, recomputed_shares
 from bloomery.plan.estimate.kernels import ScoreSeconds, TiledScores, kernel_seconds
-from bloomery.plan.estimate.operators import operator_seconds, operators_of_micro_batch
+from bloomery.plan.estimate.operators import (
+    operator_seconds,
+    operators_of_micro_batch,
+    rule_operators,
+)
 from bloomery.plan.estimate.states import TrainedLayer, TrainedModel
 from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.types import Estimate
@@ -323,7 +327,8 @@ def work_of(
     weights = model.trainable_bytes(step.precision)
     update = 3 * weights + 2 * states + (CLIPPING * weights if clips else 0)
 
-    kernels = LAUNCHES[int(step.compiled)] * len(model.layers)
+    kernels = float(LAUNCHES[int(step.compiled)] * len(model.layers))
+    kernels += sum(model.by_layer(lambda layer: rule_operators(step, layer)))
     return Work(
         products=products * tokens,
         attention=attention * tokens,
