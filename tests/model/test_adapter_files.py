@@ -108,6 +108,9 @@ def test_an_adapter_of_peft_computes_the_same_here(case, kind, tmp_path):
         ("lfm2", {"target_modules": ["all-linear"]}),
         ("lfm2", {"kind": "dora", "target_modules": ["out_proj", "w1"]}),
         ("granite4", {"target_modules": ["all-linear"]}),
+        ("starcoder2", {"target_modules": ["all-linear"]}),
+        ("cohere2", {"kind": "dora", "target_modules": ["all-linear"]}),
+        ("glm4", {"target_modules": ["q_proj", "gate_proj", "up_proj"]}),
     ],
 )
 def test_an_adapter_of_ours_computes_the_same_in_peft(case, settings, tmp_path):

@@ -219,7 +219,9 @@ def _attention_bytes(step: StepShape, layer: TrainedLayer) -> float:
             facts.keys_are_values and _norm_input_bytes(step) == step.element_bytes
         )
         normed_width = facts.query_width + (2 if has_two else 1) * key_heads * facts.head_dim
-        total += _norm_input_bytes(step) * normed_width
+        # Heads that were rotated first are not rounded in between.
+        is_rotated = step.config.qk_norm == "rotated_head" and facts.rotation is not None
+        total += (4 if is_rotated else _norm_input_bytes(step)) * normed_width
         total += 4 * (facts.num_heads + (2 if step.config.value_norm else 1) * key_heads)
     if not keeps_scores(step):
         total += 4 * facts.num_heads
