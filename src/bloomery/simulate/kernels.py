@@ -191,10 +191,10 @@ class GpuFunctions(TorchFunctionMode):
     """
 
     @classmethod
-    def around(cls, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def around(cls, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The same from every caller: autograd enters no mode in backward, when a checkpoint is recomputed."""
 
-        def run(*args: Any, **kwargs: Any) -> Tensor:
+        def run(*args: Any, **kwargs: Any) -> Any:
             with cls():
                 return forward(*args, **kwargs)
 
