@@ -29,6 +29,17 @@ SIZES: dict[str, dict[str, Any]] = {
     "falcon": _COMMON | {"new_decoder_architecture": False, **_TOKENS},
     # positions in the scores alone (ALiBi), and no mask of documents
     "bloom": {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+    # state spaces and attention
+    "bamba": _LLAMA
+    | _TOKENS
+    | {
+        "attn_layer_indices": [1],
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 1,
+        "mamba_chunk_size": 8,
+    },
     # attention of its own
     "mpt": {"vocab_size": 64, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},
     "llama": _LLAMA | _TOKENS,

@@ -95,8 +95,26 @@ def test_padding_on_either_side_changes_no_text(name: str, tmp_path: Path) -> No
         torch.testing.assert_close(logits[row : row + 1, text], expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("name", ["lfm2", "granitemoehybrid", "smollm3"])
+def test_gradients_of_packed_documents_are_those_of_each_alone(name: str, tmp_path: Path) -> None:
+    our_model, their_model = opened(name, tmp_path)
+    documents_BT = torch.arange(24).ge(9).long().expand(2, 24).clone()
+    documents_BT[1] = torch.arange(24).ge(20).long()
+    probe = torch.randn(2, 24, 96, generator=torch.Generator().manual_seed(5))
+    (our_model(TOKENS, documents_BT=documents_BT).head * probe).sum().backward()
+    for row, text in ((0, slice(0, 9)), (0, slice(9, 24)), (1, slice(0, 20)), (1, slice(20, 24))):
+        logits = their_model(input_ids=TOKENS[row : row + 1, text], use_cache=False).logits
+        (logits * probe[row : row + 1, text]).sum().backward()
+    their_parameters = dict(their_model.named_parameters())
+    for name_, stored_name, _ in our_model.config.transformers_backend.parameters:
+        expected = their_parameters[stored_name].grad
+        limit = 1e-4 * float(expected.abs().max())
+        actual = our_model.get_parameter(name_).grad
+        torch.testing.assert_close(actual, expected, atol=limit, rtol=0, msg=name_)
+
+
 # A cache of keys that is cut, one with states that cannot be, and none of transformers that continues the text.
-@pytest.mark.parametrize("name", ["smollm3", "lfm2", "mamba"])
+@pytest.mark.parametrize("name", ["smollm3", "lfm2", "mamba2", "zamba2"])
 @torch.no_grad()
 def test_a_text_is_cut_copied_and_continued(name: str, tmp_path: Path) -> None:
     from bloomery.model.cache import Cache

@@ -113,6 +113,21 @@ def test_a_cache_that_was_cut_continues_the_text(kind: str, tmp_path: Path) -> N
         )
 
 
+@pytest.mark.parametrize("kind", ["gpt_neox", "bamba"])
+def test_matrices_in_fewer_digits_than_the_rest_are_checked_with_theirs(
+    kind: str, tmp_path: Path
+) -> None:
+    saved_model(kind, tmp_path)
+
+    def arrange(model: Decoder) -> None:
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.to(torch.bfloat16)
+
+    model = load_decoder(tmp_path, arrange=arrange)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16, torch.float32}
+
+
 def test_a_known_family_computes_the_same_through_transformers(tmp_path: Path) -> None:
     saved_model("llama", tmp_path)
     native_model = load_decoder(tmp_path)

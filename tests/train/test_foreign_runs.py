@@ -205,6 +205,21 @@ def test_a_known_family_has_the_same_losses_through_transformers(prepared, bases
         assert through.losses()[step] == pytest.approx(loss, abs=1e-4)
 
 
+def test_an_adapter_of_a_hybrid_is_resumed_and_opens_in_peft(prepared, tmp_path):
+    saved_model("bamba", base := tmp_path / "bamba", vocab_size=300)
+    adapter = {"target_modules": ["in_proj", "q_proj"]}
+    plan = foreign_plan(
+        prepared, base, adapter=adapter, model={"attention": "mask"}, train={"steps": 4}
+    )
+    run = resumed_bitwise(plan, tmp_path)
+    assert any("a row of its own" in warning.reason for warning in run.warnings())
+    checkpoint = run.checkpoint(4)
+    opened = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), checkpoint)
+    with torch.no_grad():
+        ours = load_decoder(checkpoint, base=base)(TOKENS).head
+        assert_close(ours, opened.eval()(TOKENS).logits, atol=1e-4, rtol=0)
+
+
 def test_an_architecture_that_takes_no_mask_computes_packed_documents_as_rows(
     prepared, bases, tmp_path
 ):

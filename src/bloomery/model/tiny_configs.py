@@ -15,6 +15,7 @@ HEAD_WIDTH = 16
 POSITIONS = 64
 WINDOW = 8  # shorter than the trial's texts, so that it counts
 FEWEST_LAYERS = 2
+ATTENTION_LAYERS = ("attn_layer_indices", "full_attn_idxs")  # numbers of layers
 BY_LAYER = (
     "per_layer_config"  # the key of settings that some layers have of their own, by their number
 )
@@ -45,7 +46,6 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"hidden_size_per_layer_input", HEAD_WIDTH),
     (r"hidden_size|n_embd|d_model|emb_dim|embedding_dim|word_embed_proj_dim|lru_width", WIDTH),
     (r"embedding_size|input_embedding_size|output_embedding_size", WIDTH),
-    (r"attention_hidden_size", WIDTH),
     (r"moe_intermediate_size|.*shared.*intermediate_size|.*expert.*_intermediate_size", 16),
     (r".*intermediate_size|.*ffn_dim|n_inner|dff|dim_ff|d_inner|.*ffn_hidden_size", 48),
     (r"qk_head_dim", 2 * HEAD_WIDTH),
@@ -97,6 +97,8 @@ def _tiny_value(key: str, value: Any, settings: Mapping[str, Any], num_layers: i
         return _tiny_rotation(value)
     if isinstance(value, dict) and "model_type" in value:
         return tiny_settings(value)
+    if key in ATTENTION_LAYERS and value:
+        return [1]
     if isinstance(value, list) and value and all(type(entry) is int for entry in value):
         return [_tiny_value(key, entry, settings, num_layers) for entry in value]
     if type(value) is not int:
@@ -107,10 +109,20 @@ def _tiny_value(key: str, value: Any, settings: Mapping[str, Any], num_layers: i
         return value
     if key in LAYER_COUNTS:
         return num_layers or min(value, FEWEST_LAYERS)
+    if key == "attention_hidden_size":
+        return _tiny_attention_width(settings)
+    if key == "attention_head_dim" and "attention_hidden_size" in settings:
+        return _tiny_attention_width(settings) // HEADS
     if key in HEAD_COUNTS or re.fullmatch(r".*num_(key_value|kv|key)_heads|num_query_groups", key):
         return _tiny_heads(key, value, settings)
     size = next((size for pattern, size in _SIZES if re.fullmatch(pattern, key)), value)
     return min(value, size)
+
+
+def _tiny_attention_width(settings: Mapping[str, Any]) -> int:
+    """Where attention is wider than the stream, as of Zamba, which gives it the embedded tokens, too."""
+    share = int(settings["attention_hidden_size"] // settings["hidden_size"])
+    return WIDTH * max(1, share)
 
 
 def _tiny_heads(key: str, value: int, settings: Mapping[str, Any]) -> int:
@@ -170,8 +182,11 @@ def _fit_state_space(tiny: dict[str, Any]) -> None:
     expand = tiny.get("mamba_expand") or tiny.get("expand")
     if not isinstance(expand, int | float):
         return
-    inner = int(expand * WIDTH)
-    heads = inner // HEAD_WIDTH
+    widths = (tiny.get(key) for key in ("hidden_size", "d_model"))
+    inner = int(expand * next((width for width in widths if isinstance(width, int)), WIDTH))
+    head_widths = (tiny.get(key) for key in ("mamba_d_head", "mamba_headdim", "mamba_head_dim"))
+    head_width = next((width for width in head_widths if isinstance(width, int)), HEAD_WIDTH)
+    heads = inner // head_width
     changes: Mapping[str, int] = {
         "mamba_n_heads": heads,
         "n_mamba_heads": heads if "mamba_headdim" in tiny else tiny.get("n_mamba_heads", 1),

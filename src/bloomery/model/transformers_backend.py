@@ -226,6 +226,9 @@ class TransformersBackbone(nn.Module):
         self._takes_positions = "position_ids" in forward_parameters or any(
             parameter.kind == parameter.VAR_KEYWORD for parameter in forward_parameters.values()
         )
+        self._cache_name = (
+            "cache_params" if "cache_params" in forward_parameters else "past_key_values"
+        )
         # The decoder has the head: what transformers computes ends with the hidden states that the head reads.
         self._head = (output_matrix(reference),)
         self._reader = (_HeadReader(self.head),)
@@ -327,7 +330,7 @@ class TransformersBackbone(nn.Module):
         if mask is not None:
             inputs["attention_mask"] = mask
         if past is not None:
-            inputs["past_key_values"] = past
+            inputs[self._cache_name] = past
         self.reference(**inputs)
         reader = self._reader[0]
         hidden_BTD: Tensor | None = reader.hidden

@@ -3,6 +3,8 @@
 B batch, T time.
 """
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -33,9 +35,11 @@ def check_head(model: Decoder, limit: float) -> None:
     """Compares logits with those of transformers' own forward. Raises UserError; the model is in evaluation mode."""
     assert isinstance(model.model, TransformersBackbone) and not model.training
     tokens_BT = trial_tokens(model)
-    logits = model(tokens_BT).head
-    with model.model.whole() as reference:
-        expected: Tensor = reference(input_ids=tokens_BT, use_cache=False).logits
+    # The model first: its shards are then gathered for the reference, which is made of the same modules.
+    with _matmul_autocast(model):
+        logits = model(tokens_BT).head
+        with model.model.whole() as reference:
+            expected: Tensor = reference(input_ids=tokens_BT, use_cache=False).logits
     error = largest_difference(logits, expected)
     if not error <= limit:
         raise UserError(
@@ -43,6 +47,15 @@ def check_head(model: Decoder, limit: float) -> None:
             where=f"a {model.config.family} model through transformers",
             fix=OTHER_MODEL,
         )
+
+
+def _matmul_autocast(model: Decoder) -> AbstractContextManager[object]:
+    """Autocast where matrices are kept in the dtype of matmuls and other weights in float32."""
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    halves = dtypes & {torch.bfloat16, torch.float16}
+    if not halves or len(dtypes) == 1:
+        return nullcontext()
+    return torch.autocast(model.model.embed_tokens.weight.device.type, halves.pop())
 
 
 @torch.no_grad()
