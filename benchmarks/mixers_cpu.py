@@ -142,7 +142,7 @@ def step_of(model: Any, forward: Callable[[], torch.Tensor]) -> Callable[[], Non
 
 def decode(folder: Path, is_compiled: bool) -> dict[str, Callable[[], None]]:
     del is_compiled
-    tokens = 24
+    tokens = 48
     prompt = list(range(100, 132))
     theirs = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, attn_implementation="sdpa"
