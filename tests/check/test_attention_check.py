@@ -10,6 +10,7 @@ from bloomery.core.errors import UserError
 from bloomery.model import native
 from bloomery.model.attention import attend as attention
 from bloomery.model.attention import compiled
+from bloomery.model.native import library
 from bloomery.train.failures import Unsound
 from bloomery.train.kernels import build_kernels
 
@@ -24,10 +25,14 @@ def checked(backend: str, precision: str = "float32", **config) -> None:
     check_plan(plan)
 
 
+OF_CPUS = [
+    pytest.param(backend, marks=pytest.mark.cpu_only("its operator has no kernel for a device"))
+    for backend in ("per_document", "compiled")
+]
+
+
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16", "bfloat16-pure"])
-@pytest.mark.parametrize(
-    "backend", ["mask", "per_document", "compiled", "blockwise", "sdpa", "math"]
-)
+@pytest.mark.parametrize("backend", ["mask", *OF_CPUS, "blockwise", "sdpa", "math"])
 def test_a_sound_kernel_passes(backend, precision):
     checked(backend, precision)
 
@@ -80,12 +85,12 @@ def test_a_run_does_not_begin_on_a_wrong_kernel(prepared, tmp_path, monkeypatch)
 
 def test_a_plan_with_compiled_attention_does_not_run_without_a_compiler(monkeypatch):
     monkeypatch.setattr(native, "find_compiler", lambda: None)
-    for cached in (native.library, compiled._code):
+    for cached in (library, compiled._code):
         cached.cache_clear()
     try:
         with pytest.raises(UserError, match="no C\\+\\+ compiler") as caught:
             build_kernels(tiny_plan(model={"attention": "compiled"}).model)
     finally:
-        for cached in (native.library, compiled._code):
+        for cached in (library, compiled._code):
             cached.cache_clear()
     assert "per_document" in caught.value.fix

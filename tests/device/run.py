@@ -15,6 +15,7 @@ from simulated_cards import vendor_of
 # Tests of other folders that `run.py sample` adds to those of this one: a part of each that computes on a device.
 RESUMED = "train/test_loop.py::test_a_resumed_run_equals_the_undisturbed_one_bitwise"
 SAMPLE = (f"{RESUMED}[float32-adamw]",)
+STAGES = ("1f1b", "interleaved", "tied")
 # What `run.py more` adds, for `make soak`.
 MORE = (
     "infer/test_batched_completions.py",
@@ -26,6 +27,10 @@ MORE = (
     "train/test_preference_runs.py",
     "train/test_quantized_runs.py",
     "train/test_reward_models.py",
+    *(f"train/test_pipeline.py::test_a_pipeline_trains_as_one_rank[{case}]" for case in STAGES),
+    "train/test_ranks.py::test_losses_and_weights_are_those_of_one_rank",
+    "train/test_ranks.py::test_a_stopped_run_on_the_same_mesh_resumes_to_the_same_bits",
+    "train/test_sampler.py::test_a_stop_in_a_rollout_makes_it_again",
     "evals",
 )
 

@@ -564,6 +564,8 @@ def patch():
     torch.UntypedStorage.resize_ = resize
 
     C._cuda_getDefaultGenerator = None
+    # Imported with CUDA graphs, as `torch._dynamo.reset` does; nothing here captures one.
+    C._cuda_CUDAAllocator_AllocatorState = type("AllocatorState", (), {})
     _patch_ranks()
 
 

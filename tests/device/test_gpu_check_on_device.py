@@ -72,6 +72,11 @@ def wrong_operator_in_children(monkeypatch) -> None:
     monkeypatch.setenv("BLOOMERY_SIMULATED_FAULT", f"{operator},{factor}")
 
 
+def wrong_batched_product_in_children(monkeypatch) -> None:
+    # Attention multiplies matrices of heads.
+    monkeypatch.setenv("BLOOMERY_SIMULATED_FAULT", "aten::bmm,1.1")
+
+
 def wait_in_each_forward(monkeypatch) -> None:
     forward = Decoder.forward
 
@@ -139,7 +144,7 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Outcome]] = {
     "waits": (wait_in_each_forward, "wrong"),
     "resume": (states_are_not_restored, "wrong"),
     "rollout": (wrong_operator, "wrong"),
-    "kernels": (wrong_operator_in_children, "wrong"),
+    "kernels": (wrong_batched_product_in_children, "wrong"),
     "ranks": (wrong_operator_in_children, "wrong"),
     "memory": (tensor_is_kept, "wrong"),
     "out-of-memory": (cap_is_ignored, "wrong"),
