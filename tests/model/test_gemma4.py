@@ -23,7 +23,7 @@ from bloomery.model.adapters.settings import adaptation
 from bloomery.model.cache import Cache
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.stored import find_tensors
-from bloomery.model.io.weights import load_decoder, model_state, write_model
+from bloomery.model.io.weights import fresh_decoder, load_decoder, model_state, write_model
 from bloomery.plan.gather import _unrun_programs
 from bloomery.recipe.schema import Lora
 
@@ -216,6 +216,18 @@ def test_an_adapter_of_all_linear_layers_is_the_same_in_peft(kind: str, tmp_path
         assert_close(logits, theirs(TOKENS).logits, atol=1e-4, rtol=0)
         assert_close(logits, loaded(TOKENS).head, atol=1e-5, rtol=0)
         assert float((logits - load_decoder(tmp_path / "base")(TOKENS).head).abs().max()) > 0.1
+
+
+def test_scores_of_a_new_model_are_of_size_one() -> None:
+    """Nothing divides them; with gains of 1 they would begin with the deviation 4 of heads of 16 numbers."""
+    decoder = fresh_decoder(config_from_hf(PUBLISHED), seed=0)
+    for layer, block in zip(layers(decoder.config), decoder.model.layers, strict=True):
+        attention = block.self_attn
+        x_BTD = torch.randn(1, 64, 48, generator=torch.Generator().manual_seed(0))
+        q_BHTE = attention.turned_heads(attention.q_proj(x_BTD), attention.q_norm, None)
+        k_BKTE = attention.keys_and_values(x_BTD, None).keys
+        scores = q_BHTE[:, :2] @ k_BKTE.mT * layer.attention_scale
+        assert 0.8 < float(scores.detach().std()) < 1.2
 
 
 VISION = {

@@ -8,6 +8,7 @@ from plans_for_tests import sharing_config, tiny_plan
 from runs_of_the_loop import assert_same_tensors
 from safetensors.torch import load_file
 from structured_runs import write_answers
+from test_ranks_features import write_prompts
 from torch.testing import assert_close
 
 from bloomery.core.errors import UserError
@@ -16,7 +17,8 @@ from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.parallel.apply import checkpoint_block
 from bloomery.plan.unsupported import refuse_unsupported
-from bloomery.recipe.objectives import Preference
+from bloomery.recipe.objectives import Grpo, Preference
+from bloomery.recipe.rewards import VerifierReward
 from bloomery.recipe.schema import Lora, Quantize, Recipe
 from ranks import fields, losses, on_ranks, ranks, train, train_here
 
@@ -103,6 +105,18 @@ def test_preferences_are_learned(prepared, base, tmp_path) -> None:
     dpo = {"objective": Preference(kind="dpo", beta=0.5), "adapter": DORA}
     run = train(plan_of(answers, steps=8, source=base, **dpo), tmp_path / "run")
     assert losses(run)[8] < losses(run)[1]
+
+
+@pytest.mark.soak
+def test_completions_are_sampled_and_rewarded(prepared, tmp_path) -> None:
+    """Rows of several lengths in one cache, whose last layers see the keys of others."""
+    prompts = write_prompts(tmp_path)
+    objective = Grpo(kind="grpo", num_generations=2, max_completion_length=8)
+    rewards = (VerifierReward(verifier="length", max_characters=6),)
+    run = train(
+        plan_of(prompts, steps=2, objective=objective, rewards=rewards), tmp_path / "run"
+    )
+    assert losses(run).keys() == {1, 2}
 
 
 def gradients(decoder: Decoder) -> dict[str, torch.Tensor]:

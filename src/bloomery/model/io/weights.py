@@ -216,7 +216,7 @@ def init_weights(decoder: Decoder, seed: int) -> None:
     Each parameter has a random stream of its own, keyed by seed and name and drawn on the CPU in float32: the values
     depend neither on the device nor on which other parameters exist. Biases start at 0, gains at 1; the last norm's
     gain at what keeps the first logits below a deviation of LOGIT_DEVIATION. Heads of a delta net forget at rates
-    between 0 and LARGEST_DECAY.
+    between 0 and LARGEST_DECAY. Where scores are not scaled (Gemma 4), the norm of the queries begins as their scale.
     """
     config = decoder.config
     logit_deviation = config.initializer_range * config.hidden_size**0.5
@@ -228,6 +228,9 @@ def init_weights(decoder: Decoder, seed: int) -> None:
             put(_drawn(name, parameter.shape, config, seed), parameter)
         elif name.endswith(".layer_scalar"):
             parameter.fill_(1.0)
+        elif config.attention_scale == 1.0 and name.endswith(".self_attn.q_norm.weight"):
+            # Where nothing divides the scores, the norm of the queries does.
+            parameter.fill_(len(parameter) ** -0.5)
         elif name.endswith(".A_log"):
             rates = torch.empty(parameter.shape).uniform_(generator=stream(seed, name))
             put((rates * LARGEST_DECAY).clamp(min=0.01).log(), parameter)
