@@ -150,6 +150,42 @@ def test_a_healthy_device_is_not_blamed(name):
     assert examination.unrepeatable == ()
 
 
+SWITCHED = {
+    "cohere": {
+        "qk_norm": "none",
+        "norm": "layer",
+        "norm_bias": False,
+        "norm_placement": "shared",
+        "rope_interleave": True,
+        "logit_scale": 0.3,
+        "tie_embeddings": True,
+    },
+    "hunyuan_v1_dense": {"qk_norm": "rotated_head"},
+    "nemotron": {
+        "qk_norm": "none",
+        "norm": "layer_unit_offset",
+        "activation": "relu2",
+        "gated_mlp": False,
+        "rotary_share": 0.5,
+    },
+    "llama": {"qk_norm": "none", "attention_sinks": True},
+}
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", SWITCHED)
+@soak
+def test_switches_of_layers_are_not_blamed(family, precision):
+    plan = plan_of(
+        config={"family": family, **SWITCHED[family]},
+        model={"attention": "blockwise"},
+        train={"precision": precision},
+    )
+    examination = examine(plan)
+    assert examination.faults == ()
+    assert examination.unrepeatable == ()
+
+
 @pytest.mark.parametrize(
     "precision",
     [pytest.param("float32", marks=soak), "bfloat16", pytest.param("float16", marks=soak)],

@@ -29,12 +29,31 @@ SIZES = dict(
 )
 SMALL = {name: dict(SIZES) for name in FAMILIES}
 SMALL["gpt2"] = dict(vocab_size=131, n_embd=48, n_layer=3, n_head=4, n_positions=64)
-for name in ("qwen3", "gemma", "gemma2", "gemma3_text", "ernie4_5", "glm", "glm4", "seed_oss"):
+for name in (
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "vaultgemma",
+    "gemma3_text",
+    "ernie4_5",
+    "glm",
+    "glm4",
+    "seed_oss",
+):
     SMALL[name]["head_dim"] = 16
 for name in ("helium", "hunyuan_v1_dense"):
     SMALL[name]["head_dim"] = 12
 SMALL["stablelm"]["partial_rotary_factor"] = 0.5
-for name in ("gemma2", "gemma3_text", "mistral", "phi3", "starcoder2", "exaone4", "cohere2"):
+for name in (
+    "gemma2",
+    "vaultgemma",
+    "gemma3_text",
+    "mistral",
+    "phi3",
+    "starcoder2",
+    "exaone4",
+    "cohere2",
+):
     SMALL[name]["sliding_window"] = 8
 for name in ("gemma4_text", "gemma4_unified_text"):
     SMALL[name] |= dict(head_dim=16, global_head_dim=8, sliding_window=8)

@@ -188,6 +188,7 @@ CASES: dict[str, tuple[str, dict]] = {
             head_dim=20, sliding_window=8, attn_logit_softcapping=None, final_logit_softcapping=None
         ),
     ),
+    "vaultgemma": ("VaultGemma", SMALL | dict(head_dim=20, sliding_window=8)),
     "gemma3": (
         "Gemma3",
         SMALL
@@ -289,7 +290,7 @@ def tiny_reference(case: str) -> transformers.PreTrainedModel:
     model = getattr(transformers, head)(config).eval()
     for name, parameter in model.named_parameters():
         has_offset = (
-            prefix in ("Gemma", "Gemma2", "Gemma3", "Qwen3_5", "Nemotron")
+            prefix in ("Gemma", "Gemma2", "VaultGemma", "Gemma3", "Qwen3_5", "Nemotron")
             and "linear_attn" not in name
         )
         is_gain = parameter.ndim == 1 and "norm" in name and not has_offset

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from bloomery.facts.config_fields import ModelFacts
-from bloomery.facts.family import ACTIVATIONS, BIASES, LLAMA_KEYS, Family
+from bloomery.facts.family import ACTIVATIONS, BIASES, LLAMA_KEYS, Family, StoredNames
 from bloomery.facts.family_rules import (
     gemma3_scale,
     gemma_scale,
@@ -19,6 +19,20 @@ GEMMA_FACTS: ModelFacts = {"norm": "rms_unit_offset", "scale_embeddings": True}
 _GEMMA_GRAPH = {"norm": "rms_unit_offset", "activation": "gelu_tanh", "scale_embeddings": True}
 
 _TIED = {"tie_embeddings": True}
+
+_GEMMA2_DEFAULTS = {
+    "head_dim": 256,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -49,19 +63,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             windows=lambda fields, layers: windows_by_type(fields, layers, lambda n: n % 2 == 0),
             extra=gemma_scale,
             write=write_gemma,
-            defaults={
-                "head_dim": 256,
-                "num_key_value_heads": 4,
-                "max_position_embeddings": 8192,
-                "rms_norm_eps": 1e-6,
-                "rope_theta": 1e4,
-                "hidden_activation": "gelu_pytorch_tanh",
-                "tie_word_embeddings": True,
-                "query_pre_attn_scalar": 256,
-                "sliding_window": 4096,
-                "attn_logit_softcapping": 50.0,
-                "final_logit_softcapping": 30.0,
-            },
+            defaults=_GEMMA2_DEFAULTS,
             gguf=GgufGraph(
                 "gemma2",
                 _GEMMA_GRAPH | _TIED | {"norm_placement": "both"},
@@ -70,6 +72,20 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 default_window=4096,
                 full_scale_layers=46,
                 default_softcaps=(50.0, 30.0),
+            ),
+        ),
+        "vaultgemma": Family(
+            "VaultGemmaForCausalLM",
+            "VaultGemma",
+            GEMMA_FACTS,
+            flags=BIASES,
+            keys=LLAMA_KEYS | {"activation": "hidden_activation"},
+            windows=lambda fields, layers: windows_by_type(fields, layers, lambda n: n % 2 == 0),
+            extra=gemma_scale,
+            write=write_gemma,
+            defaults=_GEMMA2_DEFAULTS,
+            stored=StoredNames(
+                renamed={"post_attention_layernorm": "pre_feedforward_layernorm"},
             ),
         ),
         "gemma3_text": Family(
