@@ -43,6 +43,7 @@ def test_every_architecture_does_what_the_stored_table_says(name: str) -> None:
     assert row.passes == stored.passes, row.problem
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_5_text", "granitemoehybrid", "gpt_neox"])
 @pytest.mark.parametrize("way", ["positions", "mask"])
 def test_a_leak_between_documents_is_found_on_the_weights_that_are_trained(
@@ -82,7 +83,7 @@ def opened(name: str, folder: Path):
 TOKENS = torch.randint(3, 96, (2, 24), generator=torch.Generator().manual_seed(4))
 
 
-@pytest.mark.parametrize("name", ["lfm2", "granitemoehybrid", "opt", "smollm3"])
+@pytest.mark.parametrize("name", ["lfm2", "opt"])
 @torch.no_grad()
 def test_padding_on_either_side_changes_no_text(name: str, tmp_path: Path) -> None:
     our_model, their_model = opened(name, tmp_path)
@@ -95,7 +96,7 @@ def test_padding_on_either_side_changes_no_text(name: str, tmp_path: Path) -> No
         torch.testing.assert_close(logits[row : row + 1, text], expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["lfm2", "granitemoehybrid", "smollm3"])
+@pytest.mark.parametrize("name", ["lfm2", "granitemoehybrid"])
 def test_gradients_of_packed_documents_are_those_of_each_alone(name: str, tmp_path: Path) -> None:
     our_model, their_model = opened(name, tmp_path)
     documents_BT = torch.arange(24).ge(9).long().expand(2, 24).clone()

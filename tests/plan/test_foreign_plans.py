@@ -51,27 +51,27 @@ def test_what_they_lack_is_refused_with_a_remedy(phi, sections, fix):
 
 
 @pytest.mark.parametrize("where", ["cpu", "gpu"])
-def test_several_devices_hold_copies_of_layers_of_transformers(phi, where):
+def test_several_devices_hold_copies_or_shards_of_layers_of_transformers(phi, where):
     computer = machine() if where == "cpu" else gpu_machine("RX 7900 XTX")
     plan = planned(loaded(model=phi), computer, gpus=2)
     assert plan.parallel is not None
-    assert {layout.name for layout in plan.parallel.layouts if layout.pipeline == 1} == {
-        "replicate"
-    }
+    assert {layout.name for layout in plan.parallel.layouts} == {"replicate", "shard"}
     assert (plan.train.replicate, plan.train.shard) == (2, 1)
+    # Whatever `model.load_with` says: it is about reading the weights.
+    for load_with in ("native", "transformers"):
+        sections = {"model": {**phi, "load_with": load_with}}
+        plan = planned(loaded(**sections, parallel={"replicate": 1, "shard": 2}), computer)
+        assert (plan.train.replicate, plan.train.shard) == (1, 2)
 
 
 @pytest.mark.parametrize("where", ["cpu", "gpu"])
-def test_shards_of_layers_of_transformers_are_refused_with_keys_that_plan(phi, where):
-    """Whatever `model.load_with` says: it is about reading the weights."""
+def test_stages_of_layers_of_transformers_are_refused_with_keys_that_plan(phi, where):
     computer = machine() if where == "cpu" else gpu_machine("RX 7900 XTX")
-    for load_with in ("native", "transformers"):
-        sections = {"model": {**phi, "load_with": load_with}}
-        with pytest.raises(UserError, match="layers of transformers") as refused:
-            planned(loaded(**sections, parallel={"replicate": 1, "shard": 2}), computer)
-        edits = dict(word.split("=") for word in refused.value.fix.removeprefix("set ").split())
-        parallel = {key.removeprefix("parallel."): int(value) for key, value in edits.items()}
-        assert planned(loaded(**sections, parallel=parallel), computer).train.replicate == 2
+    with pytest.raises(UserError, match="layers of transformers") as refused:
+        planned(loaded(model=phi, parallel={"replicate": 1, "pipeline": 2}), computer)
+    edits = dict(word.split("=") for word in refused.value.fix.removeprefix("set ").split())
+    parallel = {key.removeprefix("parallel."): int(value) for key, value in edits.items()}
+    assert planned(loaded(model=phi, parallel=parallel), computer).train.ranks == 2
 
 
 def test_a_safe_load_of_a_native_model_is_sharded(tmp_path):

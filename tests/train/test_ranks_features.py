@@ -195,6 +195,7 @@ CASES: dict[str, list[tuple[str, dict[str, Any], float]]] = {
     "layers of transformers": [
         ("text", {"foreign": "phi"}, 1e-5),
         ("text", {"foreign": "bloom"}, 1e-5),
+        ("text", {"foreign": "phi", "loaded_by_transformers": True}, 1e-5),
     ],
 }
 # What must run on every rank where losses alone would not show that a feature is off: see `train_noting_gradients`.
@@ -406,6 +407,9 @@ def plan_of(
         config = tiny_config(vocab_size=512, head=head)
     if foreign is not None:
         config = read_config(folders[foreign], "transformers")
+        if changes.pop("loaded_by_transformers", False):
+            backend = replace(config.transformers_backend, safe_reason="a test asks for it")
+            config = replace(config, transformers_backend=backend)
     if shares:
         config = replace(config, **TWO_KEY_HEADS)
     if changes.get("objective") == "distill":

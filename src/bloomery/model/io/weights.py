@@ -456,7 +456,11 @@ class StoredModel:
 
 def _copy_model(decoder: Decoder, values: Mapping[str, Tensor], new: Collection[int]) -> None:
     for name, parameter in base_parameters(decoder):
-        parameter.data[: len(values[name])] = values[name].to(parameter.device)
+        # Of a parameter that is spread over ranks, this one's rows.
+        start = first_row(parameter)
+        local_rows = local(parameter.data)
+        known_rows = values[name][start : start + len(local_rows)]
+        local_rows[: len(known_rows)] = known_rows.to(local_rows.device)
         if name in VOCABULARY:
             fill_new_rows(parameter, len(values[name]), new)
     for name, weight in quantized_weights(decoder):
