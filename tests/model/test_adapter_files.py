@@ -28,6 +28,7 @@ THEIRS = {
     "gpt2": ["c_attn", "mlp.c_proj"],
     "phi3": ["qkv_proj", "down_proj"],
     "lfm2": ["q_proj", "in_proj", "out_proj", "w2"],
+    "lfm3": ["v_proj", "g_proj", "in_proj"],
     "granite4": ["q_proj", "input_linear", "output_linear"],
 }
 KINDS = {
@@ -71,6 +72,7 @@ def trained_by_peft(case, folder, **settings):
         ("qwen2", "dora"),
         ("gemma2", "lora"),
         ("lfm2", "dora"),
+        ("lfm3", "lora"),
         ("granite4", "lora"),
     ],
 )
@@ -106,6 +108,7 @@ def test_an_adapter_of_peft_computes_the_same_here(case, kind, tmp_path):
         ("gpt2", {"kind": "dora", "target_modules": ["c_attn", "mlp.up_proj"]}),
         ("phi3", {"target_modules": ["v_proj", "up_proj", "down_proj"], "init": "pissa"}),
         ("lfm2", {"target_modules": ["all-linear"]}),
+        ("lfm3", {"target_modules": ["all-linear"]}),
         ("lfm2", {"kind": "dora", "target_modules": ["out_proj", "w1"]}),
         ("granite4", {"target_modules": ["all-linear"]}),
         ("starcoder2", {"target_modules": ["all-linear"]}),

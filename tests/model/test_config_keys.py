@@ -43,6 +43,14 @@ for name in (
     SMALL[name]["head_dim"] = 16
 for name in ("helium", "hunyuan_v1_dense"):
     SMALL[name]["head_dim"] = 12
+SMALL["granitemoehybrid"] |= dict(
+    num_local_experts=0,
+    shared_intermediate_size=80,
+    layer_types=["full_attention"] * 4,
+    position_embedding_type="rope",
+    mamba_n_heads=8,
+)
+SMALL["lfm3"] |= dict(head_dim=16, sliding_window=8)
 SMALL["stablelm"]["partial_rotary_factor"] = 0.5
 for name in (
     "gemma2",

@@ -15,6 +15,7 @@ from bloomery.model.io.weights import load_decoder
 FAMILIES = (
     "lfm2",
     "lfm2-bias",
+    "lfm3",
     "olmo3",
     "ministral3",
     "granite",
@@ -53,10 +54,15 @@ def test_every_gradient_is_that_of_transformers_on_each_document(case: str, tmp_
     their_gradients = gradients_of(their_model, expected)
     stored_names = tensor_locations(decoder.config)
     gradients = gradients_of(decoder, logits)
-    assert {stored_names[name].name for name in gradients} == set(their_gradients)
+    # The one module that transformers calls in memory something else than in its files.
+    in_memory = {
+        name: place.name.replace("self_attn.gate_proj", "self_attn.g_proj")
+        for name, place in stored_names.items()
+    }
+    assert {in_memory[name] for name in gradients} == set(their_gradients)
     for name, gradient in gradients.items():
         place = stored_names[name]
-        theirs = their_gradients[place.name][place.first : place.first + place.rows]
+        theirs = their_gradients[in_memory[name]][place.first : place.first + place.rows]
         assert float((gradient - theirs).norm() / theirs.norm()) < 1e-4, name
 
 

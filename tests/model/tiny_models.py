@@ -163,6 +163,17 @@ CASES: dict[str, tuple[str, dict]] = {
     ),
     "granite4-unrotated": ("GraniteMoeHybrid", SMALL | GRANITE | GRANITE4),
     "lfm2": ("Lfm2", SMALL | dict(layer_types=["conv", "full_attention", "conv", "conv"])),
+    "lfm3": (
+        "Lfm3",
+        SMALL
+        | dict(
+            num_hidden_layers=5,
+            head_dim=16,
+            sliding_window=8,
+            layer_types=["conv", "sliding_attention", "full_attention", "conv", "conv"],
+        ),
+    ),
+    "lfm3-ungated": ("Lfm3", SMALL | dict(head_dim=16, use_attention_gate=False, conv_bias=True)),
     "lfm2-bias": (
         "Lfm2",
         SMALL

@@ -369,6 +369,10 @@ def config_of(metadata: Json, tensors: Mapping[str, StoredGgufTensor], path: Pat
         ]
     if family.facts.get("positions") != "learned":
         raw_config |= _rope(fact, tensors, head_dim, path)
+    if graph.plain_window_rotation and family.has_local_rope:
+        plain = {"rope_type": "default", "rope_theta": raw_config["rope_theta"]}
+        scaled = raw_config["rope_parameters"]
+        raw_config["rope_parameters"] = {"full_attention": scaled, "sliding_attention": plain}
     if "query_scale" in graph.free:
         growth = {"llama_4_scaling_beta": fact("attention.temperature_scale", 0.0)}
         raw_config["rope_parameters"] |= growth

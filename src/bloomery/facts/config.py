@@ -169,6 +169,7 @@ class ModelConfig:
     num_kv_shared_layers: int = 0
     # q_proj computes, beside the query of each head, a gate of its output
     attention_gate: bool = False
+    head_gate: bool = False  # g_proj computes one number for each head, a gate of its output
     mlp_bias: bool = False
     positions: Literal["rotary", "learned"] = "rotary"
     rope_theta: float = 10_000.0

@@ -468,6 +468,8 @@ def _attention_matrices(config: ModelConfig, index: int, sizes: LayerSizes) -> I
     query_width = sizes.num_heads * sizes.head_dim
     key_width = sizes.num_kv_heads * sizes.head_dim
     gated_width = 2 * query_width if config.attention_gate else query_width
+    if config.head_gate:
+        yield Matrix("self_attn.g_proj", sizes.num_heads, width, False)
     yield Matrix("self_attn.q_proj", gated_width, width, config.attention_bias)
     if keys_of(config, index) is None:
         yield Matrix("self_attn.k_proj", key_width, width, config.attention_bias)

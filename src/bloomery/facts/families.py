@@ -70,6 +70,7 @@ MULTIMODAL: Mapping[str, str] = MappingProxyType(
     {
         "gemma3": "gemma3_text",
         "lfm2_vl": "lfm2",
+        "lfm3_vl": "lfm3",
         "gemma4": "gemma4_text",
         "gemma4_unified": "gemma4_unified_text",
         "mistral3": "mistral",

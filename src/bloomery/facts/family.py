@@ -59,6 +59,10 @@ class StoredNames:
     # Whether the matrices of layers are stored as [inputs, outputs].
     transposed: bool = False
 
+    # The end of a stored module's name -> that of the module in transformers' memory, where it renames what it loads:
+    # PEFT's adapters have that name.
+    in_memory: Mapping[str, str] = field(default_factory=dict)
+
 
 @dataclass(frozen=True)
 class Family:

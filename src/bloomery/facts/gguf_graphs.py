@@ -69,6 +69,7 @@ PLAIN_GRAPH: Mapping[str, Any] = MappingProxyType(
         "attention_bias": False,
         "output_bias": False,
         "attention_gate": False,
+        "head_gate": False,
         "mlp_bias": False,
         "head": "tokens",
     }

@@ -68,6 +68,8 @@ def config_from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> Mode
     hf = text_part(hf)
     name = family_of(hf, where=where)
     family = FAMILIES[name]
+    if hf.get("rope_parameters") is None and "rope_parameters" in family.defaults:
+        hf = {key: value for key, value in hf.items() if key != "rope_parameters"}  # null: those
     fields = Fields(hf, family.defaults, where=where)
     for key in family.refused:
         if fields.flag(key):

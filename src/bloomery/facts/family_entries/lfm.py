@@ -6,8 +6,8 @@ from typing import Any
 
 from bloomery.facts.config import Mixer, ModelConfig, ShortConvolution
 from bloomery.facts.config_fields import LARGEST, Fields, HfKeys, ModelFacts
-from bloomery.facts.family import LLAMA_KEYS, Family, StoredNames
-from bloomery.facts.family_rules import mixers_by_type
+from bloomery.facts.family import BIASES, LLAMA_KEYS, Family, StoredNames
+from bloomery.facts.family_rules import first_window, mixers_by_type
 from bloomery.facts.gguf_graphs import GgufGraph
 
 _NAMES = {
@@ -78,6 +78,70 @@ def _fresh_lfm2(sizes: Mapping[str, Any]) -> HfKeys:
     }
 
 
+# The kind of each layer that a file of LFM3 does not state, by its number's remainder by 4; the first is a convolution.
+_LFM3_KINDS = ("sliding_attention", "conv", "full_attention", "conv")
+_LFM3_ROPE = {
+    "full_attention": {
+        "rope_type": "proportional",
+        "rope_theta": 1e6,
+        "partial_rotary_factor": 0.5,
+    },
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+
+
+def _lfm3_kinds(fields: Fields, layers: int) -> list[str]:
+    stated = fields.entries("layer_types", layers)
+    return stated or ["conv" if n == 0 else _LFM3_KINDS[n % 4] for n in range(layers)]
+
+
+def _lfm3_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    slides = [kind == "sliding_attention" for kind in _lfm3_kinds(fields, layers)]
+    if not any(slides):
+        return ()
+    window = fields.size("sliding_window", 2**31)
+    return tuple(window if each else None for each in slides)
+
+
+def _lfm3_facts(fields: Fields, facts: ModelFacts) -> ModelFacts:
+    if not fields.flag("use_sandwich_norm"):
+        raise fields.refuse("use_sandwich_norm", "true, or the model goes through transformers")
+    kinds = _lfm3_kinds(fields, facts["num_layers"])
+    return {
+        "mixers": mixers_by_type(fields, facts["num_layers"], lambda n: kinds[n]),
+        "short_convolution": ShortConvolution(
+            kernel=fields.size("conv_L_cache", 2**10), bias=fields.flag("conv_bias")
+        ),
+        "head_gate": fields.flag("use_attention_gate"),
+        # Its config class takes Llama's name for the same number, and the last one that it sees.
+        "norm_eps": fields.number(
+            "norm_eps" if fields.get("rms_norm_eps") is None else "rms_norm_eps", high=1.0
+        ),
+        "activation": "silu",
+    }
+
+
+def _write_lfm3(config: ModelConfig) -> HfKeys:
+    sizes = config.short_convolution
+    assert sizes is not None
+    windows = config.sliding_window or (None,) * config.num_layers
+    return {
+        "layer_types": [
+            "conv"
+            if mixer == "short_convolution"
+            else "full_attention"
+            if window is None
+            else "sliding_attention"
+            for mixer, window in zip(config.mixers, windows, strict=True)
+        ],
+        "sliding_window": first_window(config),
+        "conv_L_cache": sizes.kernel,
+        "conv_bias": sizes.bias,
+        "use_attention_gate": config.head_gate,
+        "use_sandwich_norm": True,
+    }
+
+
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "lfm2": Family(
@@ -120,6 +184,48 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 free=("mixers",),
                 renamed={"model.norm": "token_embd_norm"},
                 keys={"conv_L_cache": "shortconv.l_cache"},
+            ),
+        ),
+        "lfm3": Family(
+            "Lfm3ForCausalLM",
+            "LFM3",
+            {"qk_norm": "head", "norm_placement": "both"},
+            keys=MappingProxyType({**LLAMA_KEYS, "norm_eps": "norm_eps"}),
+            flags=BIASES,
+            windows=_lfm3_windows,
+            extra=_lfm3_facts,
+            write=_write_lfm3,
+            unwritten=("rope_scaling", "rope_theta", "rope_local_base_freq"),
+            has_local_rope=True,
+            defaults={
+                "vocab_size": 128_000,
+                "hidden_size": 2048,
+                "intermediate_size": 7680,
+                "num_hidden_layers": 24,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 4,
+                "head_dim": 128,
+                "max_position_embeddings": 128_000,
+                "norm_eps": 1e-5,
+                "hidden_act": "silu",
+                "rope_theta": 1e6,
+                "rope_local_base_freq": 1e4,
+                "rope_parameters": _LFM3_ROPE,
+                "tie_word_embeddings": True,
+                "conv_L_cache": 7,
+                "sliding_window": 256,
+                "use_sandwich_norm": True,
+                "use_attention_gate": True,
+            },
+            stored=StoredNames(
+                renamed={
+                    **_NAMES,
+                    "post_attention_layernorm": "post_operator_norm",
+                    "pre_feedforward_layernorm": "ffn_norm",
+                    "post_feedforward_layernorm": "post_ffn_norm",
+                    "self_attn.g_proj": "self_attn.gate_proj",
+                },
+                in_memory={"self_attn.gate_proj": "self_attn.g_proj"},
             ),
         ),
     }

@@ -17,7 +17,10 @@ def _query_scale(fields: Fields, _facts: ModelFacts) -> ModelFacts:
     rope_fields = fields.inside("rope_scaling") or fields.inside("rope_parameters")
     if rope_fields is None or not rope_fields.number(_BETA, default=0.0):
         return {}
-    every = rope_fields.size("original_max_position_embeddings", 2**31)
+    # As for the rotation, a value outside its settings wins.
+    is_outside = fields.get("original_max_position_embeddings") is not None
+    holder = fields if is_outside else rope_fields
+    every = holder.size("original_max_position_embeddings", 2**31)
     return {"query_scale": QueryScale(beta=rope_fields.number(_BETA), every=every)}
 
 

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from bloomery.facts.config_fields import Fields
+from bloomery.facts.config import ModelConfig
+from bloomery.facts.config_fields import Fields, HfKeys, ModelFacts, rope_facts
 from bloomery.facts.family import BIASES, Family
 from bloomery.facts.family_rules import layer_types, windows_by_type
 from bloomery.facts.gguf_graphs import GgufGraph
@@ -11,6 +12,28 @@ from bloomery.facts.gguf_graphs import GgufGraph
 
 def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
     return windows_by_type(fields, layers, lambda n: (n + 1) % 4 != 0)
+
+
+def _write(config: ModelConfig) -> HfKeys:
+    """transformers makes a mask with a window even where no layer has one."""
+    kinds = layer_types(config)
+    return kinds | {"sliding_window": kinds["sliding_window"] or config.max_positions}
+
+
+def _rotation(fields: Fields, facts: ModelFacts) -> ModelFacts:
+    """By kind of layer: settings for all layers, and Gemma's key, transformers leaves unread."""
+    unread = ["rope_local_base_freq"]
+    stated = fields.inside("rope_parameters")
+    if stated is not None and not {"full_attention", "sliding_attention"} & stated.values.keys():
+        unread.append("rope_parameters")
+    values = {key: value for key, value in fields.values.items() if key not in unread}
+    return rope_facts(
+        Fields(values, fields.defaults, where=fields.where),
+        max_positions=facts["max_positions"],
+        head_dim=facts["head_dim"],
+        reads_rotary_share=False,
+        has_local_rope=True,
+    )
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -21,7 +44,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             {"norm_placement": "after", "qk_norm": "full"},
             flags=BIASES,
             windows=_windows,
-            write=layer_types,
+            extra=_rotation,
+            unwritten=("rope_local_base_freq",),
+            write=_write,
             has_local_rope=True,
             defaults={
                 "max_position_embeddings": 2048,

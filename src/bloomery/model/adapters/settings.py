@@ -16,6 +16,7 @@ from bloomery.core.files import digest_of, digests_of_file, read_input
 from bloomery.core.text import closest
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import is_never_trained, layers, parameter_shapes
+from bloomery.facts.families import FAMILIES
 from bloomery.hub import fetch_model, is_hub_id
 from bloomery.model.adapters import mlx_files
 from bloomery.model.adapters.mlx_files import is_of_mlx, peft_settings
@@ -249,12 +250,19 @@ def shares_head(config: ModelConfig) -> bool:
 
 
 def stored_modules(config: ModelConfig) -> dict[str, list[str]]:
-    """Modules with a weight, by the name of the module that files keep it in; of fused ones in the order of rows."""
+    """Modules with a weight, by the name of the module that transformers has for it, as files have it but for the few
+    that it renames when it loads them; of fused ones in the order of rows.
+    """
     modules_by_stored_name: dict[str, list[str]] = {}
+    family = FAMILIES.get(config.family)
+    renamed = {} if family is None else family.stored.in_memory
     for name, location in tensor_locations(config).items():
         module, _, kind = name.rpartition(".")
         if kind == "weight":
             stored_name = location.name.rpartition(".")[0]
+            for ending, ending_in_memory in renamed.items():
+                if stored_name.endswith(ending):
+                    stored_name = stored_name.removesuffix(ending) + ending_in_memory
             modules_by_stored_name.setdefault(stored_name, []).append(module)
     return modules_by_stored_name
 

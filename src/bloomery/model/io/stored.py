@@ -483,6 +483,7 @@ def read_headers(
     all_tensors = _all_tensors(folder)
     stored = _text_tensors(all_tensors)
     where = str(next(iter(stored.values())).path if stored else folder)
+    stored = {_as_saved(name, config): tensor for name, tensor in stored.items()}
     named = transformers_names(stored, expected_names, embedding, where)
     tensors = dict(named.by_name)
     notes = [*_unread_parts(all_tensors, stored), *named.notes]
@@ -574,6 +575,18 @@ def _unused_keys(config: ModelConfig) -> set[str]:
         if layer.keys_of is not None
         for module in ("k_proj", "v_proj", "k_norm", "v_norm")
     }
+
+
+def _as_saved(name: str, config: ModelConfig) -> str:
+    """transformers also reads the names that its modules have in memory."""
+    family = FAMILIES.get(config.family)
+    if family is None or config.transformers_backend is not None:
+        return name
+    path, _, kind = name.rpartition(".")
+    for ending, ending_in_memory in family.stored.in_memory.items():
+        if path.endswith(f".{ending_in_memory}"):
+            return f"{path.removesuffix(ending_in_memory)}{ending}.{kind}"
+    return name
 
 
 def _missing(name: str, config: ModelConfig, folder: Path) -> UserError:

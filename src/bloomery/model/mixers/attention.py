@@ -64,6 +64,7 @@ class Attention(nn.Module):
         key_width = layer.key_width
         gated_width = 2 * query_width if config.attention_gate else query_width
         self.sinks = nn.Parameter(torch.empty(layer.num_heads)) if config.attention_sinks else None
+        self.g_proj = nn.Linear(width, layer.num_heads, bias=False) if config.head_gate else None
         self.q_proj = nn.Linear(width, gated_width, bias=config.attention_bias)
         self.lends_keys = layer.lends_keys
         has_keys = layer.keys_of is None
@@ -147,6 +148,9 @@ class Attention(nn.Module):
         y_BTQ = y_BHTE.transpose(1, 2).flatten(2)
         if gate_BTQ is not None:
             y_BTQ = y_BTQ * torch.sigmoid(gate_BTQ)
+        if self.g_proj is not None:
+            gate_BTH = torch.sigmoid(self.g_proj(x_BTD))
+            y_BTQ = (y_BTQ.unflatten(-1, (-1, self.head_dim)) * gate_BTH[..., None]).flatten(-2)
         projected: Tensor = self.o_proj(y_BTQ)
         return (projected, past) if self.lends_keys else projected
 

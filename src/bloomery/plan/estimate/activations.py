@@ -207,6 +207,9 @@ def _attention_bytes(step: StepShape, layer: TrainedLayer) -> float:
     # Exchanged back, the output is another tensor, which o_proj may keep.
     if step.context > 1 and _keeps_input(step, layer, "o_proj"):
         total += step.element_bytes * facts.query_width
+    if step.config.head_gate:
+        gated_width = facts.query_width if _keeps_input(step, layer, "o_proj") else 0
+        total += step.element_bytes * (gated_width + facts.num_heads)
     if step.config.attention_gate:
         gated = 1 + _keeps_input(step, layer, "o_proj")
         total += step.element_bytes * gated * facts.query_width
