@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from bloomery.facts.config import ModelConfig
-from bloomery.facts.counting import parameter_shapes
+from bloomery.facts.counting import attention_layers, parameter_shapes
 from bloomery.facts.hf_config import config_to_hf
 from bloomery.model.adapters.base_changes import merge_into_base
 from bloomery.model.adapters.lora import LoraLinear, adapt_as, is_added, note_base
@@ -221,6 +221,11 @@ def init_weights(decoder: Decoder, seed: int) -> None:
     config = decoder.config
     logit_deviation = config.initializer_range * config.hidden_size**0.5
     last_gain = min(1.0, LOGIT_DEVIATION / (logit_deviation or 1.0))
+    unscaled_queries = {
+        f"{layer.name}.self_attn.q_norm.weight"
+        for layer in attention_layers(config)
+        if layer.attention_scale == 1.0
+    }
     for name, parameter in base_parameters(decoder):
         if name.endswith(".bias"):
             parameter.zero_()
@@ -228,7 +233,7 @@ def init_weights(decoder: Decoder, seed: int) -> None:
             put(_drawn(name, parameter.shape, config, seed), parameter)
         elif name.endswith(".layer_scalar"):
             parameter.fill_(1.0)
-        elif config.attention_scale == 1.0 and name.endswith(".self_attn.q_norm.weight"):
+        elif name in unscaled_queries:
             # Where nothing divides the scores, the norm of the queries does.
             parameter.fill_(len(parameter) ** -0.5)
         elif name.endswith(".A_log"):
