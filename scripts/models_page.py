@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import wrap
 
 import architectures
 from architectures import Row
@@ -23,12 +24,21 @@ PACKED = {
     "mask": "document mask",
     "rows": "each document a row",
 }
-# The other kinds of a row, and what is said of them.
+# The other kinds of a row: what is said of those that pass, and of those that do not.
 KINDS = {
-    "experts": "Mixtures of experts",
-    "multimodal": "Multimodal models",
-    "decoder of an encoder": "Decoders of an encoder-decoder",
-    "part of another model": "Parts of other models",
+    "experts": (
+        "Architectures with experts that go the whole way in sizes without",
+        "Mixtures of experts, which are not trained",
+    ),
+    "multimodal": (
+        "Multimodal models whose language model goes the whole way",
+        "Multimodal models that do not open as a whole (some language models have a row above)",
+    ),
+    "decoder of an encoder": (
+        "Decoders of an encoder-decoder that go the whole way",
+        "Decoders of an encoder-decoder that do not",
+    ),
+    "part of another model": ("", "Parts of other models, which decode no text by themselves"),
 }
 
 
@@ -38,11 +48,14 @@ def table() -> str:
     rows = list(architectures.stored_rows().values())
     text_rows = [row for row in rows if row.kind == "dense or hybrid"]
     passing = [row for row in text_rows if row.passes]
-    lines = [
+    summary = (
         f"Of the {len(text_rows)} dense and hybrid decoders of text of transformers {versions['transformers']},"
-        f" {len(passing)} go the whole way as tiny random models on a CPU: logits within 1e-4 of",
-        "transformers', packed documents within 1e-5 of each alone, a continued text, three steps of AdamW beside"
-        " transformers' own, and an export that it opens with equal logits.",
+        f" {len(passing)} go the whole way as tiny random models on a CPU: logits within 1e-4 of transformers', packed"
+        " documents within 1e-5 of each alone, a continued text, three steps of AdamW beside transformers' own, and an"
+        " export that it opens with equal logits. No real weights were run."
+    )
+    lines = [
+        *_wrapped(summary),
         "",
         "| `model_type` | layers | packed rows | GGUF | |",
         "|---|---|---|---|---|",
@@ -63,14 +76,19 @@ def _line(row: Row) -> str:
 
 
 def _others(rows: list[Row]) -> Iterator[str]:
-    for kind, title in KINDS.items():
+    for kind, (passing_title, refused_title) in KINDS.items():
         of_kind = [row for row in rows if row.kind == kind]
         passing = [f"`{row.name}`" for row in of_kind if row.passes]
         refused = [f"`{row.name}`" for row in of_kind if not row.passes]
         if passing:
-            yield f"- {title} that go the whole way: {', '.join(passing)}."
+            yield from _wrapped(f"- {passing_title}: {', '.join(passing)}.")
         if refused:
-            yield f"- {title} that do not: {', '.join(refused)}."
+            yield from _wrapped(f"- {refused_title}: {', '.join(refused)}.")
+
+
+def _wrapped(paragraph: str) -> list[str]:
+    indent = "  " if paragraph.startswith("- ") else ""
+    return wrap(paragraph, 118, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def refreshed(text: str) -> str:
