@@ -87,9 +87,8 @@ def with_gradients(run: object, inputs: list[Tensor]) -> list[Tensor]:
     ids=["shared", "odd", "wide"],
 )
 def test_a_delta_net_is_that_of_float64(sizes: HeadSizes, lengths: tuple[int, ...]) -> None:
-    """In bfloat16 what is convolved is rounded, as in transformers, and so is its gradient: the weight's loses most."""
     first_BT = starts(lengths)
-    for dtype, limit in ((torch.float32, 5e-6), (torch.bfloat16, 3e-2)):
+    for dtype, limit in ((torch.float32, 5e-6), (torch.bfloat16, 6e-3)):
         inputs = drawn(sizes, sum(lengths), dtype)
         expected = with_gradients(
             partial(net_of_torch, first_BT=first_BT, sizes=sizes), [x.double() for x in inputs]

@@ -95,10 +95,15 @@ def _convolution_call(
     )
 
 
+def _dtype(x: Tensor, form: int) -> torch.dtype:
+    """Of what is convolved, and of its gradient."""
+    return torch.float32 if form == SILU else x.dtype
+
+
 @operators.custom_op("bloomery::convolution", mutates_args=(), device_types="cpu")
 def _convolution(x: Tensor, weight_KC: Tensor, first_BT: Tensor | None, form: int) -> Tensor:
     x = x.contiguous()
-    out = x.new_empty(*x.shape[:2], weight_KC.shape[1])
+    out = x.new_empty(*x.shape[:2], weight_KC.shape[1], dtype=_dtype(x, form))
     bounds = _bounds(first_BT, *x.shape[:2])
     call = _convolution_call(x, weight_KC, bounds, form)
     call.out = out.data_ptr()
@@ -112,6 +117,7 @@ def _convolution_backward(
 ) -> tuple[Tensor, Tensor]:
     x = x.contiguous()
     grad = grad.contiguous()
+    assert grad.dtype == _dtype(x, form)
     dx = torch.empty_like(x)
     num_blocks = -(-grad.shape[0] * grad.shape[1] // TOKENS)
     dweight = weight_KC.new_empty(num_blocks, *weight_KC.shape)
@@ -128,8 +134,8 @@ def _convolution_backward(
 
 @_convolution.register_fake
 def _(x: Tensor, weight_KC: Tensor, first_BT: Tensor | None, form: int) -> Tensor:
-    del first_BT, form
-    return x.new_empty(*x.shape[:2], weight_KC.shape[1])
+    del first_BT
+    return x.new_empty(*x.shape[:2], weight_KC.shape[1], dtype=_dtype(x, form))
 
 
 @_convolution_backward.register_fake
@@ -163,8 +169,8 @@ def convolution(
 ) -> Tensor:
     """[B, T, C] in the dtype of `x`, float32 or bfloat16; sums are float32.
 
-    `form`: PLAIN; SILU of the result; or GATED: `x` is [B, T, 3 C], the gates before and after and what is convolved.
-    first_BT: where the document of each token starts in its row; None: every row is one.
+    `form`: PLAIN; SILU of the result, as float32; or GATED: `x` is [B, T, 3 C], the gates before and after and what is
+    convolved. first_BT: where the document of each token starts in its row; None: every row is one.
     """
     convolved: Tensor = _convolution(x_BTC, taps_of(weight_CK, bias_C), first_BT, form)
     return convolved
@@ -207,7 +213,7 @@ def _rule_call(
     eps: float,
 ) -> _Rule:
     assert inputs.decay.dtype == inputs.beta.dtype == inputs.gain.dtype == torch.float32
-    assert inputs.gate.dtype == convolved.dtype
+    assert inputs.gate.dtype == inputs.qkv.dtype and convolved.dtype == torch.float32
     return _Rule(
         qkv=convolved.data_ptr(),
         decay=inputs.decay.data_ptr(),
@@ -284,7 +290,7 @@ def _delta_net_backward(
 
 @_delta_net.register_fake
 def _(qkv: Tensor, *others: Any) -> Tensor:
-    qkv.new_empty(qkv.shape)  # convolved
+    qkv.new_empty(qkv.shape, dtype=torch.float32)  # convolved
     gate: Tensor = others[3]
     return gate.new_empty(gate.shape)
 
@@ -292,8 +298,8 @@ def _(qkv: Tensor, *others: Any) -> Tensor:
 @_delta_net_backward.register_fake
 def _(grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     qkv: Tensor = inputs[0]
-    convolved = qkv.new_empty(qkv.shape)
-    dconvolved = qkv.new_empty(qkv.shape)
+    convolved = qkv.new_empty(qkv.shape, dtype=torch.float32)
+    dconvolved = torch.empty_like(convolved)
     others = [tensor.new_empty(tensor.shape) for tensor in inputs[2:6]]
     del grad, convolved
     dqkv = qkv.new_empty(qkv.shape)

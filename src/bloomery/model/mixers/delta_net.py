@@ -112,7 +112,7 @@ class GatedDeltaNet(nn.Module):
             compiled.taps_of(self.conv1d.weight.squeeze(1), None),
             decay_BTH,
             beta_BTH,
-            z_BTV,
+            z_BTV.to(qkv_BTC.dtype),
             gain_F.float(),
         )
         heads = compiled.HeadSizes(

@@ -30,6 +30,7 @@ static inline Floats sigmoid(Floats x) {
 
 constexpr Long TOKENS = 64, TAPS = 16;  // of a task; at most
 enum Form { PLAIN, SILU, GATED };       // GATED: rows are [before, after, x], and out = after convolved(before x)
+                                        // SILU: out and grad are float32, whatever x is
 
 struct Convolution {
     const void *x, *grad;           // [N, C], three times as wide where it is gated; [N, C]
@@ -88,7 +89,9 @@ template <class T, Form FORM> static void convolve_block(const Convolution &call
             Floats y = convolved(block, weight, token);
             if (FORM == SILU) y *= sigmoid(y);
             if (FORM == GATED) y *= some((const T *)call.x + (3 * token + 1) * call.channels + channel, count);
-            put_some((T *)call.out + token * call.channels + channel, y, count);
+            Long at = token * call.channels + channel;
+            if (FORM == SILU) put_some((float *)call.out + at, y, count);
+            else put_some((T *)call.out + at, y, count);
         }
     }
 }
@@ -105,7 +108,8 @@ template <class T, Form FORM> static void differentiate_block(const Convolution 
         read_weight(call, channel, count, weight);
         read<T, FORM>(call, block, last, channel, count);
         for (Long token = block.first; token < last; token++) {
-            Floats grad = some((const T *)call.grad + token * call.channels + channel, count);
+            Long at = token * call.channels + channel;
+            Floats grad = FORM == SILU ? some((const float *)call.grad + at, count) : some((const T *)call.grad + at, count);
             if (FORM != PLAIN) {
                 Floats y = convolved(block, weight, token);
                 if (FORM == SILU) {
@@ -248,11 +252,12 @@ constexpr Long CHUNK = 64;
 constexpr float KEY_EPS = 1e-6f;
 
 struct Rule {
-    const void *qkv, *grad;      // [N, queries and keys of key heads, values of value heads]; [N, value heads, F]
+    const float *qkv;            // [N, queries and keys of key heads, values of value heads]
+    const void *grad;            // [N, value heads, F]
     const float *decay, *beta;   // [N, value heads]
     const Long *bounds;          // where documents begin, and the end of the last one
-    void *out, *dqkv;
-    float *ddecay, *dbeta;
+    void *out;
+    float *dqkv, *ddecay, *dbeta;
     // What is read is normed, each value head by itself, and multiplied by SiLU(gate); null: nothing is done to it.
     const void *gate;            // [N, value heads, F]
     const float *gain;           // [F]
@@ -315,9 +320,9 @@ template <class T> static void read_rows(float *into, const T *from, Long stride
         for (Long f = 0; f < F; f += LANES) store(into + i * F + f, i < tokens ? some(from + i * stride + f, width - f) : Floats{});
 }
 
-template <class T> static void read_keys(const Rule &call, Long head, Shared &chunk, bool queries) {
+static void read_keys(const Rule &call, Long head, Shared &chunk, bool queries) {
     Long width = call.key_width, rows = chunk.rows;
-    const T *row = (const T *)call.qkv + chunk.from * call.channels() + head * width;
+    const float *row = call.qkv + chunk.from * call.channels() + head * width;
     read_unit(chunk.k, chunk.k_scale, row + call.keys(), call.channels(), chunk.tokens, rows, width, 1.0f);
     turn(chunk.k_turned, chunk.k, rows, chunk.E);
     product(chunk.keys_by_keys, CHUNK, rows_of(chunk.k, chunk.E), chunk.k_turned, rows, rows, rows, chunk.E, SET, FULL, true);
@@ -327,7 +332,7 @@ template <class T> static void read_keys(const Rule &call, Long head, Shared &ch
 }
 
 // Decays, strengths and values; how much of each token is left at each later one, and the triangular system.
-template <class T> static void read_head(const Rule &call, Long head, const Shared &chunk, Head &own, bool queries) {
+static void read_head(const Rule &call, Long head, const Shared &chunk, Head &own, bool queries) {
     Long rows = chunk.rows;
     float sum = 0.0f;
     for (Long i = 0; i < rows; i++) {
@@ -341,7 +346,7 @@ template <class T> static void read_head(const Rule &call, Long head, const Shar
         store(own.out_of + i, exponential(sum - loaded(own.decayed + i)));
     }
     own.kept = own.into[rows - 1];
-    const T *values = (const T *)call.qkv + chunk.from * call.channels() + 2 * call.keys() + head * call.value_width;
+    const float *values = call.qkv + chunk.from * call.channels() + 2 * call.keys() + head * call.value_width;
     read_rows(own.v, values, call.channels(), chunk.tokens, rows, call.value_width);
     const Ints order = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     for (Long i = 0; i < rows; i++)
@@ -427,11 +432,11 @@ template <class T> static void forward_head(const Rule &call, Long document, Lon
     for (chunk.from = call.bounds[document]; chunk.from < end; chunk.from += CHUNK, empty = false) {
         chunk.tokens = std::min(CHUNK, end - chunk.from);
         chunk.rows = padded(chunk.tokens);
-        read_keys<T>(call, key_head, chunk, true);
+        read_keys(call, key_head, chunk, true);
         for (Long g = 0; g < group; g++) {
             Long head = key_head * group + g;
             float *state = states + g * E * F;
-            read_head<T>(call, head, chunk, own, true);
+            read_head(call, head, chunk, own, true);
             write(chunk, own, state, empty);
             read_state(chunk, own, own.written, state, empty, read);
             for (Long i = 0; i < chunk.tokens; i++) {
@@ -485,10 +490,10 @@ template <class T> static void backward_head(const Rule &call, Long document, Lo
     // The states before all chunks, and what their tokens wrote.
     for (Long number = 0; number < chunks; number++) {
         place(number);
-        read_keys<T>(call, key_head, chunk, false);
+        read_keys(call, key_head, chunk, false);
         for (Long g = 0; g < group; g++) {
             float *state = states + (number * group + g) * E * F;
-            read_head<T>(call, key_head * group + g, chunk, own, false);
+            read_head(call, key_head * group + g, chunk, own, false);
             write(chunk, own, state, number == 0);
             memcpy(all_written + (number * group + g) * CHUNK * F, own.written, chunk.rows * F * sizeof(float));
             if (number + 1 == chunks) continue;
@@ -502,14 +507,14 @@ template <class T> static void backward_head(const Rule &call, Long document, Lo
         place(number);
         const Long rows = chunk.rows, tokens = chunk.tokens;
         const bool empty = number == 0, last = number + 1 == chunks;  // the state before is zero; no gradient comes from after
-        read_keys<T>(call, key_head, chunk, true);
+        read_keys(call, key_head, chunk, true);
         memset(dk, 0, rows * E * sizeof(float));
         memset(dq, 0, rows * E * sizeof(float));
         for (Long g = 0; g < group; g++) {
             Long head = key_head * group + g;
             const float *state = states + (number * group + g) * E * F, *written = all_written + (number * group + g) * CHUNK * F;
             float *dstate = dstates + g * E * F;
-            read_head<T>(call, head, chunk, own, true);
+            read_head(call, head, chunk, own, true);
             read_rows(dout, (const T *)call.grad + (chunk.from * heads + head) * call.value_width, heads * call.value_width, tokens,
                       rows, call.value_width);
             if (call.gate) {
@@ -529,7 +534,7 @@ template <class T> static void backward_head(const Rule &call, Long document, Lo
             product(dscores, CHUNK, rows_of(dout, F), turned, rows, rows, rows, F, SET, FULL, true);
             product(dsystem, CHUNK, rows_of(dwritten, F), turned, rows, rows, rows, F, SET, FULL, true);
             if (!empty) product(own.found, F, rows_of(chunk.k, E), state, F, rows, F, E, SET);
-            T *dvalues = (T *)call.dqkv + chunk.from * call.channels() + 2 * call.keys() + head * call.value_width;
+            float *dvalues = call.dqkv + chunk.from * call.channels() + 2 * call.keys() + head * call.value_width;
             for (Long i = 0; i < rows; i++) {
                 Floats strength = {};
                 for (Long f = 0; f < F; f += LANES) {
@@ -598,7 +603,7 @@ template <class T> static void backward_head(const Rule &call, Long document, Lo
         }
         float factor = 1.0f / std::sqrt((float)call.key_width);
         for (Long i = 0; i < tokens; i++) {
-            T *row = (T *)call.dqkv + (chunk.from + i) * call.channels() + key_head * call.key_width;
+            float *row = call.dqkv + (chunk.from + i) * call.channels() + key_head * call.key_width;
             put_unit_gradient(row, chunk.q + i * E, dq + i * E, chunk.q_scale[i], factor, call.key_width);
             put_unit_gradient(row + call.keys(), chunk.k + i * E, dk + i * E, chunk.k_scale[i], 1.0f, call.key_width);
         }

@@ -52,9 +52,10 @@ def backward_scratch(step: StepShape, sizes: DeltaNet) -> float:
     tokens = step.tokens_per_micro_batch
     if (
         step.attention == "compiled"
-    ):  # what is convolved and both its gradients, and that of the gate
+    ):  # what is convolved, and its gradient; gradients of projections
         convolved_width = 2 * sizes.key_width + sizes.value_width
-        return float(step.element_bytes * tokens * (3 * convolved_width + sizes.value_width))
+        gradients = step.element_bytes * (convolved_width + sizes.value_width)
+        return float(tokens * (2 * 4 * convolved_width + gradients))
     heads = sizes.num_value_heads
     if step.attention == "compiled":
         read = (
