@@ -23,6 +23,7 @@ from bloomery.facts.attention import FLASH_LIKE
 from bloomery.facts.config import Stage
 from bloomery.model.decoder import Block, Decoder
 from bloomery.model.mixers.attention import Attention
+from bloomery.model.mixers.delta_net import GatedDeltaNet
 from bloomery.model.norms import RMSNorm, torch_rms_norm
 from bloomery.parallel.apply import apply
 from bloomery.parallel.context import HeadExchange
@@ -311,6 +312,8 @@ def _model_and_optimizer(
             block.mixer.backend = flash
         elif isinstance(block.mixer, Attention) and attention in FLASH_LIKE | {"mask"}:
             block.mixer.backend = "math"
+        if isinstance(block.mixer, GatedDeltaNet):
+            block.mixer.device_type = train.device
         block.forward = GpuFunctions.around(block.forward)  # type: ignore[method-assign]  # a seam of nn.Module
 
     # Compilation is simulated by graphs, and offloaded activations are not: they would need copies.

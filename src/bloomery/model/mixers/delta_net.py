@@ -36,6 +36,8 @@ class GatedDeltaNet(nn.Module):
         sizes = layer.delta_net
         width = config.hidden_size
         self.sizes = sizes
+        # Of the device whose number of groups it computes; None: that of its inputs. A simulation hands it in.
+        self.device_type: str | None = None
         self.dt_bias = nn.Parameter(torch.empty(sizes.num_value_heads))
         self.A_log = nn.Parameter(torch.empty(sizes.num_value_heads))
         self.convolved_width = 2 * sizes.key_width + sizes.value_width
@@ -71,7 +73,7 @@ class GatedDeltaNet(nn.Module):
         """Of whole sequences [B, T, H F]: some heads at a time, of which backward keeps the projections alone."""
         sizes = self.sizes
         qkv_BTC, z_BTV, b_BTH, a_BTH = projections
-        on_cpu = qkv_BTC.device.type == "cpu"
+        on_cpu = (self.device_type or qkv_BTC.device.type) == "cpu"
         num_groups = delta_net_groups(sizes, qkv_BTC.shape[0] * qkv_BTC.shape[1], on_cpu=on_cpu)
         widths = (sizes.key_width, sizes.key_width, sizes.value_width)
 
