@@ -20,7 +20,7 @@ from bloomery.bench.gpu_check.child import PartJob
 from bloomery.bench.gpu_check.parts import PARTS
 from bloomery.bench.gpu_check.results import Outcome, Row, outcome_of, read_result
 from bloomery.model.decoder import Decoder
-from bloomery.parallel import offload
+from bloomery.parallel.transfers import CopyUnderWay
 from bloomery.train import process
 from bloomery.train.optim.build import OptimizersContainer
 
@@ -92,7 +92,7 @@ def wait_in_each_forward(monkeypatch) -> None:
 def copies_are_not_waited_for(monkeypatch) -> None:
     # A real device says nothing: it computes with what is there.
     simulated.problem_is_error(False)
-    monkeypatch.setattr(offload, "wait_for", lambda _event, _device: None)
+    monkeypatch.setattr(CopyUnderWay, "finish", lambda _copy: None)
 
 
 def states_are_not_restored(monkeypatch) -> None:
