@@ -44,6 +44,8 @@ FITTING = {
     "arcee": {"mlp_bias": False},
     "ernie4.5": {"use_bias": False},
     "glm": {"head_dim": 12},
+    "gemma4-e2b": {"num_kv_shared_layers": 2, "vocab_size_per_layer_input": 320},
+    "gemma4-e4b": {"vocab_size_per_layer_input": 320},
     "qwen3.5": {
         "layer_types": ["linear_attention", "full_attention"] * 2,
         "linear_value_head_dim": 8,
@@ -124,10 +126,11 @@ def test_every_family_computes_the_same_and_comes_back_whole(case: str, tmp_path
 
 
 # Their graphs are compared with llama.cpp itself (`test_gguf_xllamacpp.py`).
-OTHERS = ["cohere2", "glm4", "nemotron", "stablelm-parallel", "qwen3.5"]
+OTHERS = ["cohere2", "glm4", "nemotron", "stablelm-parallel", "qwen3.5", "gemma4-e2b"]
 OTHERS_ALSO = (
-    "cohere hunyuan jais2 stablelm exaone4-full seed-oss arcee ernie4.5 starcoder2 glm".split()
-)
+    "gemma4-e4b gemma4-31b gemma4-12b cohere hunyuan jais2 stablelm exaone4-full seed-oss arcee ernie4.5"
+    " starcoder2 glm"
+).split()
 
 
 @pytest.mark.parametrize(
@@ -226,6 +229,60 @@ def test_an_adapter_of_delta_nets_moves_its_rows_and_columns(tmp_path: Path) -> 
 def test_other_delta_nets_are_refused(changed: dict, problem: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=problem):
         exported("qwen3.5", tmp_path, **changed)
+
+
+def test_an_adapter_of_what_makes_the_inputs_of_layers_is_merged_alone(tmp_path: Path) -> None:
+    """llama.cpp adds no LoRA there, and would leave it out without a word."""
+    source = saved_case("gemma4-e2b", tmp_path / "source", **FITTING["gemma4-e2b"])
+    inside = ["q_proj", "per_layer_input_gate", "per_layer_projection"]
+    adapter = find_model(saved_adapter(source, tmp_path / "inside", inside))
+    pairs = gguf.GGUFReader(export_gguf_adapter(adapter, tmp_path / "lora.gguf").folder).tensors
+    names = {tensor.name.split(".", 2)[2] for tensor in pairs}
+    assert names == {
+        f"{name}.weight.lora_{half}" for name in ("attn_q", "inp_gate", "proj") for half in "ab"
+    }
+    outside = saved_adapter(source, tmp_path / "outside", ["per_layer_model_projection"])
+    with pytest.raises(UserError, match="per_layer_model_projection, where it adds none"):
+        export_gguf_adapter(find_model(outside), tmp_path / "none.gguf")
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"num_kv_shared_layers": 3}, "gives layer 3 the keys of layer 2, the model those of 1"),
+        ({"layer_types": ["full_attention"] * 6, "num_kv_shared_layers": 0}, "one kind"),
+    ],
+)
+def test_other_windows_than_llama_cpp_reads_are_refused(
+    changed: dict, problem: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=problem):
+        exported("gemma4-e2b", tmp_path, **changed)
+
+
+def test_what_layers_with_the_keys_of_others_have_in_files_of_llama_cpp_is_left_out(
+    tmp_path: Path,
+) -> None:
+    """Google's E2B has keys in them that nothing reads, and llama.cpp's conversion writes them."""
+    source, path, _ = exported("gemma4-e2b", tmp_path)
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(tmp_path / "theirs.gguf", "gemma4")
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            kinds = field.types
+            sub = kinds[1] if len(kinds) > 1 else None
+            writer.add_key_value(name, field.contents(), kinds[0], sub)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data)
+    writer.add_tensor("blk.4.attn_k.weight", np.ones((16, 48), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    import_gguf(tmp_path / "theirs.gguf", tmp_path / "back")
+    before, after = (model_state(load_decoder(folder)) for folder in (source, tmp_path / "back"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_rows_that_no_block_divides_are_named(tmp_path: Path) -> None:

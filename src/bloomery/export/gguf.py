@@ -50,7 +50,7 @@ from bloomery.export.gguf_format import (
 from bloomery.export.layouts import Exported, draft_of, merged_state, open_merged
 from bloomery.export.verify import verify_gguf
 from bloomery.facts.config import DeltaNet, ModelConfig
-from bloomery.facts.counting import layers, parameter_shapes, smallest_window
+from bloomery.facts.counting import is_in_layer, layers, parameter_shapes, smallest_window
 from bloomery.facts.hf_config import config_to_hf
 from bloomery.infer.load import Use
 from bloomery.infer.model_folder import ModelFiles
@@ -72,7 +72,9 @@ def _describe_model(writer: Any, config: ModelConfig, library: Any) -> None:
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_layers)
     first_layer = first_with_heads(config)
-    writer.add_feed_forward_length(first_layer.intermediate_size)
+    mlp_widths = [layer.intermediate_size for layer in layers(config)]
+    has_one_width = len(set(mlp_widths)) == 1
+    writer.add_feed_forward_length(mlp_widths[0] if has_one_width else mlp_widths)
     writer.add_head_count(first_layer.num_heads)
     heads_by_layer = [layer.num_kv_heads for layer in layers(config)]
     graph = supported_graph(config)
@@ -91,6 +93,8 @@ def _describe_model(writer: Any, config: ModelConfig, library: Any) -> None:
         writer.add_final_logit_softcapping(config.final_softcap)
     if config.delta_net is not None:
         _describe_delta_nets(writer, config, config.delta_net)
+    if graph.states_windows:
+        _describe_windows(writer, config)
     stated = config_to_hf(config)
     for key, name in graph.keys.items():
         add = writer.add_uint32 if isinstance(stated[key], int) else writer.add_float32
@@ -106,7 +110,9 @@ def _describe_model(writer: Any, config: ModelConfig, library: Any) -> None:
     # Rotary positions and their scaling.
     if config.positions != "rotary":
         return
-    rotation = next(layer.rotation for layer in layers(config) if layer.rotation is not None)
+    rotation = first_layer.rotation or next(
+        layer.rotation for layer in layers(config) if layer.rotation is not None
+    )
     writer.add_rope_dimension_count(rotation.width)
     writer.add_rope_freq_base(config.rope_theta)
     if config.local_rope_theta is not None and not graph.plain_window_rotation:
@@ -133,6 +139,21 @@ def _describe_model(writer: Any, config: ModelConfig, library: Any) -> None:
         writer.add_rope_scaling_type(library.RopeScalingType.LONGROPE)
         writer.add_rope_scaling_orig_ctx_len(original_context)
         writer.add_rope_scaling_attn_factors(table_scale(config, scaling))
+
+
+def _describe_windows(writer: Any, config: ModelConfig) -> None:
+    """Which layers have a window, and what they have of their own; shared keys, and inputs of each layer."""
+    windowed = next(layer for layer in layers(config) if layer.window is not None)
+    assert windowed.window is not None and windowed.rotation is not None
+    writer.add_sliding_window(windowed.window)
+    writer.add_sliding_window_pattern([layer.window is not None for layer in layers(config)])
+    writer.add_key_length_swa(windowed.head_dim)
+    writer.add_value_length_swa(windowed.head_dim)
+    writer.add_rope_dimension_count_swa(windowed.rotation.width)
+    if config.local_rope_theta is None:  # llama.cpp assumes another base where none is stated
+        writer.add_rope_freq_base_swa(config.rope_theta)
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(config.per_layer_input_size)
 
 
 def _describe_delta_nets(writer: Any, config: ModelConfig, sizes: DeltaNet) -> None:
@@ -456,6 +477,8 @@ def export_gguf_adapter(files: ModelFiles, out: Path, *, kind: str = "f16") -> E
     features = ["DoRA"] if adaptation.dora else []
     features += ["whole modules"] if adaptation.modules_to_save else []
     features += ["new tokens"] if config.vocab_size != base.vocab_size else []
+    if any(not is_in_layer(module) for module in adaptation.pairs):
+        features += ["matrices for per_layer_model_projection, where it adds none"]
     features += changes_of_base(adaptation)
     if features:
         problem = (

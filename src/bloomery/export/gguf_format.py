@@ -38,6 +38,10 @@ ALIGNMENT = 32
 BLOCK = 32  # numbers that share a scale in q8_0 and q4_0
 # that a K type stores together; llama-quantize takes q5_0, q5_1 or q8_0 for other rows
 K_BLOCK = 256
+# Matrices that stay q8_0 in a file of q4_0.
+FINER = ("token_embd.weight", "output.weight", "per_layer_token_embd.weight")
+# The factor that llama.cpp divides a frequency by where a pair of numbers does not turn, as its conversion writes it.
+NOT_TURNING = 1e30
 # Matrices that llama.cpp reads in float32 alone.
 KEPT = ("position_embd.weight", ".shortconv.conv.weight", ".ssm_conv1d.weight")
 ELSEWHERE = "export it with --to hf, which transformers and vLLM run"
@@ -86,7 +90,10 @@ def unsupported(config: ModelConfig) -> str | None:
         value = getattr(config, fact)
         if fact not in architecture.free and value != graph_value:
             return f"{graph} computes {fact} {graph_value!r}, and the model has {value!r}"
-    if config.layer_sizes:
+    if architecture.states_windows:
+        if (problem := _other_windows(config)) is not None:
+            return f"{graph} {problem}"
+    elif config.layer_sizes:
         return f"{graph} has layers of one size, and the model's differ"
     first_layer = first_with_heads(config)
     if config.short_convolution is not None and config.short_convolution.bias:
@@ -102,6 +109,9 @@ def unsupported(config: ModelConfig) -> str | None:
             f"{first_layer.query_width}"
         )
     scaling = config.rope_scaling
+    is_proportional = scaling is not None and scaling.kind == "proportional"
+    if scaling is not None and is_proportional != architecture.states_windows:
+        return f"{graph} has no {scaling.kind} RoPE scaling"
     if scaling is not None and scaling.kind == "yarn" and not scaling.truncate:
         return f"{graph} rounds YaRN's limits (truncate), and the model does not"
     if (growth := config.query_scale) is not None and (
@@ -156,6 +166,30 @@ def unsupported(config: ModelConfig) -> str | None:
     return None
 
 
+def _other_windows(config: ModelConfig) -> str | None:
+    """What a graph that states windows and sizes one by one computes, where the model differs from it; or None."""
+    windowed = [layer for layer in layers(config) if layer.window is not None]
+    full = [layer for layer in layers(config) if layer.window is None]
+    if not windowed or not full:
+        return "has layers with a window and layers without, and the model has one kind"
+    if len({layer.window for layer in windowed}) > 1:
+        return "has one window, and the model's differ"
+    for kind in (windowed, full):
+        if len({(layer.num_heads, layer.head_dim) for layer in kind}) > 1:
+            return (
+                "has heads of one width and number in all layers of a kind, and the model's differ"
+            )
+    if windowed[0].num_heads != full[0].num_heads:
+        return "has as many heads in every layer, and the model has not"
+    # It counts back from the first layer without own keys: one for full attention, two for a window.
+    first_shared = config.num_layers - config.num_kv_shared_layers
+    for layer in layers(config)[first_shared:]:
+        lender = first_shared - (1 if layer.window is None else 2)
+        if layer.keys_of != lender:
+            return f"gives layer {layer.number} the keys of layer {lender}, the model those of {layer.keys_of}"
+    return None
+
+
 def attention_interval(config: ModelConfig) -> int | None:
     """n, where each n-th layer has attention and all others a delta net; None where that is not so."""
     interval = 1 + next(
@@ -169,7 +203,12 @@ def attention_interval(config: ModelConfig) -> int | None:
 
 
 def first_with_heads(config: ModelConfig) -> Layer:
-    """The layer whose heads stand for those of all others: a graph of llama.cpp has one size of them."""
+    """The layer whose heads stand for those of all others: a graph of llama.cpp has one size of them, or one for
+    layers with a window, and one for the others, which comes first in its metadata.
+    """
+    graph = graph_of(config)
+    if graph is not None and graph.states_windows:
+        return next(layer for layer in layers(config) if layer.window is None)
     return next(iter(attention_layers(config)), layers(config)[0])
 
 
@@ -297,14 +336,15 @@ def gguf_tensors(config: ModelConfig) -> tuple[GgufTensor, ...]:
     pieces: dict[str, GgufTensor] = {}
     for name, shape in shapes.items():
         module, _, kind = name.rpartition(".")
+        number, _, inner = name.removeprefix("model.layers.").partition(".")
         if module in OUTER_TENSORS:
             prefix = ""
             target = graph.renamed.get(module, OUTER_TENSORS[module])
             modules: tuple[str, ...] = (module,)
         else:
             # A module of a layer, alone or fused with others.
-            _, _, number, inner_module = module.split(".", 3)
-            if target := BARE_TENSORS.get(f"{inner_module}.{kind}", ""):
+            inner_module = inner.rpartition(".")[0]
+            if target := BARE_TENSORS.get(inner, ""):
                 bare = f"blk.{number}.{target}"
                 pieces[bare] = GgufTensor(
                     bare,
@@ -378,6 +418,13 @@ def _value_heads(config: ModelConfig, target: str) -> ValueHeads | None:
 def computed_tensors(config: ModelConfig) -> dict[str, Array]:
     """The factors of rotary frequencies, for the stretching that is stated as tensors."""
     scaling = config.rope_scaling
+    graph = supported_graph(config)
+    if graph.states_windows:
+        rotation = first_with_heads(config).rotation
+        assert rotation is not None, "the family rotates every head"
+        plain = frequencies(config, replace(rotation, scaling=None), 0)
+        scaled = frequencies(config, rotation, 0)
+        return {"rope_freqs.weight": torch.where(scaled > 0, plain / scaled, NOT_TURNING).numpy()}
     if scaling is None or scaling.kind not in ("llama3", "longrope"):
         return {}
     if scaling.kind == "longrope":
@@ -400,7 +447,7 @@ def type_of(name: str, shape: tuple[int, ...], kind: str) -> str:
     if kind in ("q8_0", "q4_0"):
         if shape[-1] % BLOCK:
             return "f16"
-        return "q8_0" if name in ("token_embd.weight", "output.weight") else kind
+        return "q8_0" if name in FINER else kind
     return kind
 
 

@@ -27,6 +27,7 @@ from bloomery.export.gguf_format import (
     ALIGNMENT,
     CONTROL,
     NORMAL,
+    NOT_TURNING,
     PRE_TOKENIZERS,
     UNKNOWN,
     UNUSED,
@@ -38,7 +39,7 @@ from bloomery.export.gguf_format import (
 )
 from bloomery.export.layouts import DTYPES, Exported, draft_of, finished_export
 from bloomery.facts.config import ModelConfig
-from bloomery.facts.counting import Rotation, parameter_shapes
+from bloomery.facts.counting import Rotation, layers, parameter_shapes
 from bloomery.facts.families import FAMILIES
 from bloomery.facts.gguf_graphs import GgufGraph
 from bloomery.facts.hf_config import config_from_hf
@@ -299,7 +300,10 @@ def config_of(metadata: Json, tensors: Mapping[str, StoredGgufTensor], path: Pat
     num_layers = fact("block_count")
     num_heads = fact("attention.head_count")
     hidden_size = fact("embedding_length")
-    if isinstance(num_heads, list) or isinstance(fact("feed_forward_length"), list):
+    mlp_width = fact("feed_forward_length")
+    if graph.states_windows and isinstance(mlp_width, list):
+        mlp_width = next(iter(mlp_width), None)
+    if isinstance(num_heads, list) or isinstance(mlp_width, list):
         raise UserError(
             "its layers differ in their sizes", where=str(path), fix="choose another model"
         )
@@ -318,7 +322,7 @@ def config_of(metadata: Json, tensors: Mapping[str, StoredGgufTensor], path: Pat
         "vocab_size": embedding.shape[-1],
         "hidden_size": hidden_size,
         "num_layers": num_layers,
-        "intermediate_size": fact("feed_forward_length"),
+        "intermediate_size": mlp_width,
         "num_heads": num_heads,
         "head_dim": head_dim,
         "num_kv_heads": kv_heads,
@@ -353,7 +357,7 @@ def config_of(metadata: Json, tensors: Mapping[str, StoredGgufTensor], path: Pat
     raw_config |= {key: fact(name) for key, name in graph.keys.items()}
     if "norm_placement" in graph.free:
         raw_config["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in tensors
-    if "local_rope_theta" in graph.free:
+    if "local_rope_theta" in graph.free and not graph.states_windows:
         theta = fact("rope.freq_base", 10000.0) if graph.plain_window_rotation else 10000.0
         raw_config["rope_local_base_freq"] = fact("rope.freq_base_swa", theta)
     raw_config["sliding_window"] = None
@@ -367,7 +371,9 @@ def config_of(metadata: Json, tensors: Mapping[str, StoredGgufTensor], path: Pat
             int((layer + 1) % graph.unrotated_period != 0)
             for layer in range(min(num_layers, MOST_LAYERS))
         ]
-    if family.facts.get("positions") != "learned":
+    if graph.states_windows:
+        raw_config |= _stated_windows(fact, tensors, path)
+    elif family.facts.get("positions") != "learned":
         raw_config |= _rope(fact, tensors, head_dim, path)
     if graph.plain_window_rotation and family.has_local_rope:
         plain = {"rope_type": "default", "rope_theta": raw_config["rope_theta"]}
@@ -377,6 +383,55 @@ def config_of(metadata: Json, tensors: Mapping[str, StoredGgufTensor], path: Pat
         growth = {"llama_4_scaling_beta": fact("attention.temperature_scale", 0.0)}
         raw_config["rope_parameters"] |= growth
     return config_from_hf(raw_config, where=str(path))
+
+
+def _stated_windows(fact: Any, tensors: Mapping[str, StoredGgufTensor], path: Path) -> Json:
+    """The keys of config.json of a model whose metadata states windows and sizes one by one."""
+    pattern = fact("attention.sliding_window_pattern")
+    if (
+        not isinstance(pattern, list)
+        or len(pattern) != fact("block_count")
+        or set(pattern) != {False, True}
+    ):
+        problem = "its metadata does not state which of its layers have a window"
+        raise UserError(problem, where=str(path), fix="choose another model")
+    kv_heads = fact("attention.head_count_kv")
+    mlp_widths = fact("feed_forward_length")
+
+    def kv_heads_of(layer: int) -> Any:
+        if not isinstance(kv_heads, list):
+            return kv_heads
+        return kv_heads[layer] if layer < len(kv_heads) else None
+
+    full = pattern.index(False)
+    factors = tensors.get("rope_freqs.weight")
+    turns = torch.ones(1) if factors is None else dequantized_tensor(factors)
+    share = float((turns < NOT_TURNING / 2).float().mean())
+    theta = fact("rope.freq_base", 10000.0)
+    return {
+        "layer_types": ["sliding_attention" if has else "full_attention" for has in pattern],
+        "sliding_window": fact("attention.sliding_window"),
+        "head_dim": fact("attention.key_length_swa"),
+        "global_head_dim": fact("attention.key_length"),
+        "num_key_value_heads": kv_heads_of(pattern.index(True)),
+        "num_global_key_value_heads": kv_heads_of(full),
+        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in tensors,
+        "num_kv_shared_layers": fact("attention.shared_kv_layers", 0),
+        "use_double_wide_mlp": isinstance(mlp_widths, list) and mlp_widths[0] != mlp_widths[-1],
+        "hidden_size_per_layer_input": fact("embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": tensors["token_embd.weight"].shape[-1],
+        "rope_parameters": {
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": fact("rope.freq_base_swa", 10000.0),
+            },
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": theta,
+                "partial_rotary_factor": share,
+            },
+        },
+    }
 
 
 def _delta_nets(fact: Any) -> Json:
@@ -717,6 +772,13 @@ def _refuse_other_tensors(
             problem = f"{piece.name} is {list(shape)}; its metadata makes it {list(piece.shape)}"
             raise UserError(problem, where=str(path), fix=_AGAIN)
     names = {piece.name for piece in gguf_tensors(config)} | {"output.weight"}
+    # llama.cpp converts, and does not read, what a file has of keys where a layer uses those of another.
+    names |= {
+        f"blk.{layer.number}.{name}.weight"
+        for layer in layers(config)
+        if layer.keys_of is not None
+        for name in ("attn_k", "attn_v", "attn_k_norm")
+    }
     surplus_names = {name for name in tensors if name not in names and not name.startswith("rope_")}
     if surplus_names:
         problem = f"{min(surplus_names)[:80]} has no place in the model"

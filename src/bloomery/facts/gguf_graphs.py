@@ -39,6 +39,9 @@ class GgufGraph:
     unrotated_period: int = 0  # each n-th layer does not rotate; 0: all do
     # layers with a window rotate by the base of the others, without its scaling
     plain_window_rotation: bool = False
+    # the metadata states which layers have a window, how wide heads are with and without one, and the key/value heads
+    # and the MLP's width of each layer; frequencies of the others are stretched by a tensor of factors
+    states_windows: bool = False
     # layers are delta nets, with attention in each n-th one: the metadata states their sizes and n
     has_delta_nets: bool = False
 
@@ -68,6 +71,11 @@ PLAIN_GRAPH: Mapping[str, Any] = MappingProxyType(
         "residual_multiplier": 1.0,
         "attention_bias": False,
         "output_bias": False,
+        "value_norm": False,
+        "keys_are_values": False,
+        "num_kv_shared_layers": 0,
+        "per_layer_input_size": 0,
+        "layer_scalar": False,
         "attention_gate": False,
         "head_gate": False,
         "mlp_bias": False,
@@ -100,16 +108,26 @@ LAYER_TENSORS = MappingProxyType(
         "input_layernorm": "attn_norm",
         "pre_feedforward_layernorm": "ffn_norm",
         "post_feedforward_layernorm": "post_ffw_norm",
+        "per_layer_input_gate": "inp_gate",
+        "per_layer_projection": "proj",
+        "post_per_layer_input_norm": "post_norm",
     }
 )
 # Parameters of a layer that are neither a weight nor a bias of a module.
 BARE_TENSORS = MappingProxyType(
-    {"linear_attn.dt_bias": "ssm_dt.bias", "linear_attn.A_log": "ssm_a"}
+    {
+        "linear_attn.dt_bias": "ssm_dt.bias",
+        "linear_attn.A_log": "ssm_a",
+        "layer_scalar": "layer_output_scale.weight",
+    }
 )
 OUTER_TENSORS = MappingProxyType(
     {
         "model.embed_tokens": "token_embd",
         "model.embed_positions": "position_embd",
+        "model.embed_tokens_per_layer": "per_layer_token_embd",
+        "model.per_layer_model_projection": "per_layer_model_proj",
+        "model.per_layer_projection_norm": "per_layer_proj_norm",
         "model.norm": "output_norm",
         "lm_head": "output",
     }

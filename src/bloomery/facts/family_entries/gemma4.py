@@ -13,6 +13,7 @@ from bloomery.facts.family_rules_gemma4 import (
     windows_of_gemma4,
     write_gemma4,
 )
+from bloomery.facts.gguf_graphs import GgufGraph
 
 _FACTS: ModelFacts = {
     "norm": "rms",
@@ -39,6 +40,27 @@ _DEFAULTS: HfKeys = {
     "hidden_activation": "gelu_pytorch_tanh",
     "tie_word_embeddings": True,
 }
+
+_GRAPH = GgufGraph(
+    "gemma4",
+    {
+        "norm_placement": "both",
+        "qk_norm": "head",
+        "value_norm": True,
+        "activation": "gelu_tanh",
+        "scale_embeddings": True,
+        "attention_scale": 1.0,
+    },
+    free=(
+        "final_softcap",
+        "keys_are_values",
+        "layer_scalar",
+        "local_rope_theta",
+        "num_kv_shared_layers",
+        "per_layer_input_size",
+    ),
+    states_windows=True,
+)
 
 # Both classes take the old key for the new one, and know no third.
 _OLD_ROPE = ("rope_scaling", "rope_theta", "rope_local_base_freq")
@@ -75,6 +97,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "sliding_window": 512,
                 "hidden_size_per_layer_input": 256,
             },
+            gguf=_GRAPH,
         ),
         "gemma4_unified_text": Family(
             "Gemma4UnifiedForCausalLM",
@@ -90,6 +113,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             unwritten=_OLD_ROPE,
             has_local_rope=True,
             defaults={**_DEFAULTS, "max_position_embeddings": 262144, "sliding_window": 1024},
+            gguf=_GRAPH,
         ),
     }
 )
