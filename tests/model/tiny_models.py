@@ -245,6 +245,8 @@ CASES: dict[str, tuple[str, dict]] = {
     "olmo2": ("Olmo2", SMALL),
     "olmo2-bias": ("Olmo2", SMALL | dict(attention_bias=True, num_key_value_heads=4)),
     "seed-oss": ("SeedOss", SMALL | dict(head_dim=16, attention_out_bias=True)),
+    "apertus": ("Apertus", SMALL | dict(attention_bias=True)),
+    "apertus-silu": ("Apertus", SMALL | dict(hidden_act="silu", rope_parameters=LLAMA3)),
     "arcee": ("Arcee", SMALL | dict(mlp_bias=True)),
     "starcoder2": ("Starcoder2", SMALL | dict(sliding_window=8)),
     "ernie4.5": ("Ernie4_5", SMALL | dict(head_dim=16, use_bias=True)),
@@ -310,6 +312,8 @@ def tiny_reference(case: str) -> transformers.PreTrainedModel:
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
             torch.nn.init.normal_(buffer, 0.8, 0.1)
+        if name.endswith("act_fn.beta"):
+            torch.nn.init.normal_(buffer, 0.5, 0.1)
     return model
 
 

@@ -378,7 +378,7 @@ def _activation_numbers(pair: ModelPair) -> Callable[[Side], Numbers]:
     drawn_inputs = {name: drawn(f"activation, {name}", shape, dtype) for name in names}
 
     def numbers(side: Side) -> Numbers:
-        activate = block_of(side).mlp.activate
+        activate = block_of(side).mlp.act_fn
 
         def activated(first: Tensor, *gated: Tensor) -> Tensor:
             return math.prod(gated, start=activate(first))

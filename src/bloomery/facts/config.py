@@ -8,7 +8,7 @@ from bloomery.core.errors import UserError
 NormKind = Literal["rms", "rms_unit_offset", "layer", "layer_unit_offset"]
 # Of queries and keys: over each head, before or after it is rotated, or over all heads at once.
 QueryNorm = Literal["none", "head", "rotated_head", "full"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
 RopeKind = Literal["linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 # How transformers' layers keep the documents of a row apart.
 DocumentWay = Literal["positions", "masks", "mask", "rows"]

@@ -313,7 +313,7 @@ def is_in_layer(name: str) -> bool:
 
 def is_never_trained(name: str) -> bool:
     """Whether a parameter is a stored number that no training changes: a buffer in transformers."""
-    return name.endswith("layer_scalar")
+    return name.endswith(("layer_scalar", "mlp.act_fn.beta", "mlp.act_fn.eps"))
 
 
 def is_layer_matrix(name: str, shape: Shape) -> bool:
@@ -389,6 +389,9 @@ def _block_shapes(
             yield from _norm_shapes(config, "self_attn.q_norm", query_heads * sizes.head_dim)
             if keys_of(config, index) is None:
                 yield from _norm_shapes(config, "self_attn.k_norm", key_heads * sizes.head_dim)
+        if matrix.name == "mlp.down_proj" and config.activation == "xielu":
+            yield from (("mlp.act_fn.alpha_p", (1,)), ("mlp.act_fn.alpha_n", (1,)))
+            yield from (("mlp.act_fn.beta", ()), ("mlp.act_fn.eps", ()))
     if config.per_layer_input_size:
         yield from _norm_shapes(config, "post_per_layer_input_norm", config.hidden_size)
 

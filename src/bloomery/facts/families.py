@@ -13,6 +13,7 @@ from bloomery.core.errors import UserError
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.family import Family
 from bloomery.facts.family_entries import (
+    apertus,
     gemma,
     gemma4,
     gpt2,
@@ -39,6 +40,7 @@ FAMILIES: OpenTable[Family] = OpenTable(
         **ministral.FAMILIES,
         **neighbor_rotation.FAMILIES,
         **plain_mlp.FAMILIES,
+        **apertus.FAMILIES,
         **granite.FAMILIES,
     }
 )

@@ -30,8 +30,8 @@ def prepare_weights(model: Decoder, precision: str) -> None:
     Adapters keep their dtype. float16 leaves frozen embeddings and norms in float32, so that the residual stream,
     which exceeds 65,504 in some models, is float32 too.
     """
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(prefix=path, recurse=False):
             if is_added(name):
                 continue
             # A head that shares the matrix of the embeddings is a Linear, but holds an embedding.

@@ -458,6 +458,8 @@ def _unsupported(decoder: Decoder) -> str | None:
         return "its layers are not Bloomery's"
     if body.embed_tokens.weight.device.type != "cpu":
         return "it is not on a CPU"
+    if config.activation == "xielu":
+        return "its activation has numbers of its own"
     if config.head_gate:
         return "its heads have gates of one number"
     if config.rope_scaling is not None and config.rope_scaling.kind in ("dynamic", "longrope"):

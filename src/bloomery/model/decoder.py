@@ -28,6 +28,7 @@ from bloomery.model.mixers.short_convolution import GatedShortConvolution
 from bloomery.model.norms import build_norm, widened, working_dtype
 from bloomery.model.rope import Frequencies, Rotary, rotary_tables
 from bloomery.model.transformers_backend import TransformersBackbone
+from bloomery.model.xielu import XIELU
 
 ALL_LOGITS = Logits()
 VALUE_HEAD = "value_head.weight"  # a parameter that training adds, and no file of a model has
@@ -62,7 +63,6 @@ MIXERS: dict[Mixer, Callable[[ModelConfig, Layer, str], nn.Module]] = {
 class MLP(nn.Module):
     def __init__(self, config: ModelConfig, layer: Layer) -> None:
         super().__init__()
-        self.activate = ACTIVATIONS[config.activation]
         width = config.hidden_size
         inner_width = layer.intermediate_size
         self.gate_proj = (
@@ -70,13 +70,16 @@ class MLP(nn.Module):
         )
         self.up_proj = nn.Linear(width, inner_width, bias=config.mlp_bias)
         self.down_proj = nn.Linear(inner_width, width, bias=config.mlp_bias)
+        # The one activation that has numbers of its own.
+        is_xielu = config.activation == "xielu"
+        self.act_fn = XIELU() if is_xielu else ACTIVATIONS[config.activation]
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """[B, T, D]: with a gate as in arXiv:2002.05202, without one a plain two-layer MLP."""
         if self.gate_proj is None:
-            inner_BTF = self.activate(self.up_proj(x_BTD))
+            inner_BTF = self.act_fn(self.up_proj(x_BTD))
         else:
-            inner_BTF = self.activate(self.gate_proj(x_BTD)) * self.up_proj(x_BTD)
+            inner_BTF = self.act_fn(self.gate_proj(x_BTD)) * self.up_proj(x_BTD)
         projected: Tensor = self.down_proj(inner_BTF)
         return projected
 

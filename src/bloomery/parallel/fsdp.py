@@ -19,6 +19,7 @@ from bloomery.model.adapters.settings import shares_head
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import quantized_weights
 from bloomery.model.norms import LayerNorm, RMSNorm
+from bloomery.model.xielu import XIELU
 from bloomery.parallel.clock import CommunicationClock
 from bloomery.plan.types import TrainPlan
 
@@ -64,7 +65,7 @@ def apply_fsdp(
         norm_weights = {
             weight
             for module in block.modules()
-            if isinstance(module, RMSNorm | LayerNorm)
+            if isinstance(module, RMSNorm | LayerNorm | XIELU)
             for weight in module.parameters()
         }
         norm_weights |= {w for name, w in block.named_parameters() if is_never_trained(name)}

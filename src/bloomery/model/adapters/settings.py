@@ -15,7 +15,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.files import digest_of, digests_of_file, read_input
 from bloomery.core.text import closest
 from bloomery.facts.config import ModelConfig
-from bloomery.facts.counting import is_never_trained, layers, parameter_shapes
+from bloomery.facts.counting import layers, parameter_shapes
 from bloomery.facts.families import FAMILIES
 from bloomery.hub import fetch_model, is_hub_id
 from bloomery.model.adapters import mlx_files
@@ -202,13 +202,11 @@ def target_modules(config: ModelConfig, names: Iterable[str]) -> tuple[str, ...]
 def modules_to_save(config: ModelConfig, names: Iterable[str]) -> tuple[str, ...]:
     """The modules that `adapter.modules_to_save` means, in the model's order; "norms" are all of them."""
     where = "adapter.modules_to_save"
-    modules = list(
-        dict.fromkeys(
-            name.rpartition(".")[0]
-            for name in parameter_shapes(config)
-            if not is_never_trained(name)
-        )
-    )
+    # PEFT's files know a module by its weight.
+    names_of_parameters = parameter_shapes(config)
+    modules = [
+        name.removesuffix(".weight") for name in names_of_parameters if name.endswith(".weight")
+    ]
     saved_modules: set[str] = set()
     for name in names:
         matching_modules = [

@@ -62,6 +62,8 @@ class TensorLocation:
 
     def stored_shape(self, shape: Shape) -> Shape:
         """The shape of the stored tensor, for a parameter of `shape`."""
+        if not shape:
+            return ()
         stored_shape = (self.stored_rows, *shape[1:])
         return tuple(reversed(stored_shape)) if self.transposed else stored_shape
 
@@ -104,14 +106,13 @@ def tensor_locations(config: ModelConfig) -> Mapping[str, TensorLocation]:
                 fused_modules = modules
                 stored_module = fused_module
                 break
-        module_rows = [
-            shapes[".".join(filter(None, (layer, fused, kind)))][0] for fused in fused_modules
-        ]
+        parts = [shapes[".".join(filter(None, (layer, part, kind)))] for part in fused_modules]
+        module_rows = [part_shape[0] if part_shape else 1 for part_shape in parts]
         locations[name] = TensorLocation(
             name=".".join(filter(None, (renamed(layer), renamed(stored_module), kind))),
             transposed=stored.transposed and layer != "" and len(shape) == 2,
             first=sum(module_rows[: fused_modules.index(module)]),
-            rows=shape[0],
+            rows=shape[0] if shape else 1,
             stored_rows=sum(module_rows),
         )
     return MappingProxyType(locations)

@@ -46,6 +46,7 @@ from bloomery.model.io.stored import (
 from bloomery.model.norms import LayerNorm, RMSNorm
 from bloomery.model.transformers_backend import TransformersBackbone, buffer_tensor, loaded_safely
 from bloomery.model.transformers_checks import TOLERANCE, check_head
+from bloomery.model.xielu import XIELU
 from bloomery.recipe.schema import Quantize
 
 
@@ -217,6 +218,7 @@ def init_weights(decoder: Decoder, seed: int) -> None:
     depend neither on the device nor on which other parameters exist. Biases start at 0, gains at 1; the last norm's
     gain at what keeps the first logits below a deviation of LOGIT_DEVIATION. Heads of a delta net forget at rates
     between 0 and LARGEST_DECAY. Where scores are not scaled (Gemma 4), the norm of the queries begins as their scale.
+    An activation with numbers of its own begins as its module says.
     """
     config = decoder.config
     logit_deviation = config.initializer_range * config.hidden_size**0.5
@@ -227,10 +229,13 @@ def init_weights(decoder: Decoder, seed: int) -> None:
         if layer.attention_scale == 1.0
     }
     for name, parameter in base_parameters(decoder):
+        owner = decoder.get_submodule(name.rpartition(".")[0])
         if name.endswith(".bias"):
             parameter.zero_()
         elif name.endswith(".sinks"):
             put(_drawn(name, parameter.shape, config, seed), parameter)
+        elif isinstance(owner, XIELU):
+            owner.initialize()
         elif name.endswith(".layer_scalar"):
             parameter.fill_(1.0)
         elif name in unscaled_queries:
@@ -240,7 +245,6 @@ def init_weights(decoder: Decoder, seed: int) -> None:
             rates = torch.empty(parameter.shape).uniform_(generator=stream(seed, name))
             put((rates * LARGEST_DECAY).clamp(min=0.01).log(), parameter)
         elif parameter.ndim == 1:
-            owner = decoder.get_submodule(name.rpartition(".")[0])
             offset = 1.0 if isinstance(owner, RMSNorm | LayerNorm) and owner.unit_offset else 0.0
             parameter.fill_((last_gain if name == "model.norm.weight" else 1.0) - offset)
         else:

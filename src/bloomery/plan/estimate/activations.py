@@ -32,6 +32,9 @@ MODULES_WITH_ONE_INPUT = (
 )
 INPUT_BYTES = 36  # per token: ids, labels, positions, documents, loss mask
 LABEL_BYTES = 44  # per token: loss mask, logits of the labels, sums and gradients
+# Of a number inside an MLP, while xIELU is differentiated: two float32 results, and two masks. Below float32 its input
+# and its gradient are widened, too.
+XIELU_SCRATCH = 10
 
 
 def activation_bytes(step: StepShape) -> float:
@@ -365,7 +368,10 @@ def backward_bytes(step: StepShape, layer: TrainedLayer) -> float:
         matrix_bytes += element_bytes * largest + max(
             0.0, DEQUANTIZE_SCRATCH_BYTES * piece - product_bytes
         )
-    mlp = tokens * (stream_bytes + element_bytes * (hidden_size + inner_width)) + matrix_bytes
+    mlp_values = element_bytes * (hidden_size + inner_width)
+    if step.config.activation == "xielu" and not step.compiled:
+        mlp_values += (XIELU_SCRATCH + (0 if element_bytes == 4 else 8)) * facts.intermediate_size
+    mlp = tokens * (stream_bytes + mlp_values) + matrix_bytes
 
     # Gradients of the MLP wait while the mixer is differentiated, unless they are accumulated or used at once. A
     # compiled graph returns all gradients of its layer together.
