@@ -57,11 +57,12 @@ def saved_pieces(
     folder: Path,
     vocab_size: int,
     *,
+    case: str = "llama2",
     changed: dict | None = None,
     files: str = "[a-b]*.py",
     **settings,
 ):
-    """A Llama 2 with a SentencePiece model as Llama 2's, and no tokenizer.json; returns its folder, the model file and
+    """A model with a SentencePiece model as Llama 2's, and no tokenizer.json; returns its folder, the model file and
     the lines that it was trained on. `settings`: of the trainer.
     """
     import os
@@ -88,8 +89,16 @@ def saved_pieces(
         allow_whitespace_only_pieces=True,
         minloglevel=2,
     )
-    model = saved_case("llama2", folder / "model", vocab_size=vocab_size, **changed or {})
+    model = saved_case(case, folder / "model", vocab_size=vocab_size, **changed or {})
     for path in model.glob("token*"):
         path.unlink()
     shutil.copy(folder / "m.model", model / "tokenizer.model")
     return model, folder / "m.model", lines
+
+
+def saved_gemma4_pieces(folder: Path):
+    """The same of a Gemma 4: no space before a text, but BOS."""
+    model, _, lines = saved_pieces(folder, 420, case="gemma4-12b", add_dummy_prefix=False)
+    roles = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (model / "tokenizer_config.json").write_text(json.dumps(roles | {"add_bos_token": True}))
+    return model, lines

@@ -18,7 +18,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from gguf_graph_oracle import check_gguf
-from gguf_models import saved_adapter, saved_case, saved_pieces
+from gguf_models import saved_adapter, saved_case, saved_gemma4_pieces, saved_pieces
 from safetensors.torch import load_file, save_file
 
 import preloaded
@@ -647,6 +647,21 @@ def test_a_model_with_a_sentencepiece_file_alone(tmp_path: Path) -> None:
     import_gguf(done.folder, tmp_path / "back")
     for text in [*lines[:40], "größer 世界  x"]:
         assert load_tokenizer(tmp_path / "back").encode(text) == load_tokenizer(folder).encode(text)
+
+
+def test_gemma_4_states_its_merges(tmp_path: Path) -> None:
+    pytest.importorskip("sentencepiece")
+    folder, lines = saved_gemma4_pieces(tmp_path / "sp")
+    done = export_gguf(find_model(folder), tmp_path / "out.gguf", kind="f32")
+    assert any(proof.startswith("token ids   equal") for proof in done.proofs)
+    facts = {name: field.contents() for name, field in gguf.GGUFReader(done.folder).fields.items()}
+    assert facts["tokenizer.ggml.model"] == "gemma4"
+    import_gguf(done.folder, tmp_path / "back")
+    before, after = load_tokenizer(folder), load_tokenizer(tmp_path / "back")
+    assert after.prefix == before.prefix == [before.bos_id]
+    for text in [*lines[:40], "größer 世界  x\n\n\n y"]:
+        assert after.encode(text) == before.encode(text)
+        assert after.decode(after.encode(text)) == text
 
 
 def test_rows_that_no_k_block_divides_are_named(tmp_path: Path) -> None:

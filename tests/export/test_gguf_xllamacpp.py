@@ -3,12 +3,15 @@
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
-from gguf_models import saved_case, tokens
+from gguf_models import saved_case, saved_gemma4_pieces, tokens
 from safetensors.torch import load_file, save_file
 
+from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.export.gguf import export_gguf
+from bloomery.export.verify import TEXTS
 from bloomery.infer.model_folder import find_model
 from bloomery.model.io.weights import load_decoder
 
@@ -92,3 +95,16 @@ def test_llama_cpp_continues_a_text_as_the_model_does(case: str, tmp_path: Path)
             compared += 1
         text.append(int(expected.argmax()))
     assert compared > 5
+
+
+def test_llama_cpp_cuts_texts_by_the_merges_of_gemma_4(tmp_path: Path) -> None:
+    pytest.importorskip("sentencepiece")
+    folder, lines = saved_gemma4_pieces(tmp_path / "sp")
+    server = server_of(export_gguf(find_model(folder), tmp_path / "out.gguf", kind="f32").folder)
+    tokenizer = load_tokenizer(folder)
+    for text in [*TEXTS, *lines[:40], "a\n\nb\n\n\n"]:
+        if "<" in text:  # the server reads markup in a text as tokens
+            continue
+        asked = {"content": text, "add_special": True}
+        answer = httpx.post(f"{server.listening_address}/tokenize", json=asked).json()
+        assert answer["tokens"] == [*tokenizer.prefix, *tokenizer.encode(text)], text

@@ -174,11 +174,15 @@ def _describe_delta_nets(writer: Any, config: ModelConfig, sizes: DeltaNet) -> N
 
 def _describe_vocabulary(writer: Any, tokenizer: Tokenizer, config: ModelConfig) -> None:
     """Tokens, special tokens and the chat template."""
-    known = vocabulary(tokenizer.description, config.vocab_size, where="tokenizer.json")
+    # llama.cpp puts BOS before each text where it reads SentencePiece's merges, whatever the file states.
+    merged = supported_graph(config).states_merges and tokenizer.bos_id in tokenizer.prefix
+    known = vocabulary(
+        tokenizer.description, config.vocab_size, where="tokenizer.json", merged=merged
+    )
     writer.add_tokenizer_model(known.model)
     writer.add_tokenizer_pre(known.pre)
     writer.add_token_list(known.tokens)
-    if known.model == "llama":
+    if known.model in ("llama", "gemma4"):
         writer.add_token_scores(known.scores)
         writer.add_add_space_prefix(known.space_prefix)
     writer.add_token_types(known.types)

@@ -556,7 +556,9 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token type
 
 @dataclass(frozen=True)
 class GgufVocabulary:
-    """A tokenizer as llama.cpp states it: `model` is gpt2 (byte-level BPE) or llama (SentencePiece's BPE)."""
+    """A tokenizer as llama.cpp states it: `model` is gpt2 (byte-level BPE), llama or gemma4 (SentencePiece's BPE, in
+    scores or in merges).
+    """
 
     model: str
     pre: str
@@ -567,9 +569,11 @@ class GgufVocabulary:
     space_prefix: bool
 
 
-def vocabulary(description: Mapping[str, Any], size: int, *, where: str) -> GgufVocabulary:
+def vocabulary(
+    description: Mapping[str, Any], size: int, *, where: str, merged: bool = False
+) -> GgufVocabulary:
     """Of a tokenizer.json, filled to the model's `size` with unused tokens. Raises UserError for one that llama.cpp
-    does not have.
+    does not have. `merged`: SentencePiece's BPE is stated in merges, where it puts no space before a text.
     """
 
     def refuse(problem: str) -> UserError:
@@ -606,10 +610,10 @@ def vocabulary(description: Mapping[str, Any], size: int, *, where: str) -> Gguf
             types[index] = UNKNOWN
 
     pairs = [merge if isinstance(merge, list) else merge.split(" ") for merge in model["merges"]]
+    merges = [" ".join(pair) for pair in pairs]
     scores = [0.0] * size
     if not is_sentencepiece:
         pre_tokenizer = _pre_tokenizer(description, refuse)
-        merges = [" ".join(pair) for pair in pairs]
         return GgufVocabulary("gpt2", pre_tokenizer, tokens, types, scores, merges, False)
 
     # SentencePiece has scores instead of merges: the text that is merged first has the largest.
@@ -625,6 +629,9 @@ def vocabulary(description: Mapping[str, Any], size: int, *, where: str) -> Gguf
         '"prepend": "▁"' in steps_text
         or re.search('"prepend_scheme": "(always|first)"', steps_text) is not None
     )
+    has_spaces = any(merge.count(" ") != 1 for merge in merges)
+    if merged and not prepends_space and not has_spaces:
+        return GgufVocabulary("gemma4", "gemma4", tokens, types, scores, merges, False)
     return GgufVocabulary("llama", "default", tokens, types, scores, [], prepends_space)
 
 

@@ -406,7 +406,10 @@ def _stated_windows(fact: Any, tensors: Mapping[str, StoredGgufTensor], path: Pa
     full = pattern.index(False)
     factors = tensors.get("rope_freqs.weight")
     turns = torch.ones(1) if factors is None else dequantized_tensor(factors)
-    share = float((turns < NOT_TURNING / 2).float().mean())
+    num_turning = int((turns < NOT_TURNING / 2).sum())
+    share = num_turning / turns.numel()
+    if int(share * 2 * turns.numel() // 2) != num_turning:  # rounded down, as transformers counts
+        share = (num_turning + 0.5) / turns.numel()
     theta = fact("rope.freq_base", 10000.0)
     return {
         "layer_types": ["sliding_attention" if has else "full_attention" for has in pattern],
@@ -417,7 +420,7 @@ def _stated_windows(fact: Any, tensors: Mapping[str, StoredGgufTensor], path: Pa
         "num_global_key_value_heads": kv_heads_of(full),
         "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in tensors,
         "num_kv_shared_layers": fact("attention.shared_kv_layers", 0),
-        "use_double_wide_mlp": isinstance(mlp_widths, list) and mlp_widths[0] != mlp_widths[-1],
+        "use_double_wide_mlp": isinstance(mlp_widths, list) and len(set(mlp_widths)) > 1,
         "hidden_size_per_layer_input": fact("embedding_length_per_layer_input", 0),
         "vocab_size_per_layer_input": tensors["token_embd.weight"].shape[-1],
         "rope_parameters": {
@@ -562,7 +565,7 @@ def tokenizer_of(metadata: Json, path: Path) -> Tokenizer:
     kind = key("model")
     tokens = key("tokens")
     types = key("token_type")
-    if kind not in ("gpt2", "llama"):
+    if kind not in ("gpt2", "llama", "gemma4"):
         raise refuse(f"tokenizer {str(kind)[:40]!r} is not known")
     if not _is_list_of_texts(tokens):
         raise refuse("the file has no list of tokens")
@@ -570,6 +573,11 @@ def tokenizer_of(metadata: Json, path: Path) -> Tokenizer:
         types = [NORMAL] * len(tokens)
     if not isinstance(types, list) or len(types) != len(tokens):
         raise refuse("the file has another number of tokens than of their types")
+
+    def key_token(name: str) -> str | None:
+        index = key(f"{name}_token_id")
+        is_id = type(index) is int and 0 <= index < len(tokens)
+        return tokens[index] if is_id else None
 
     # The vocabulary without the tokens that only fill it up.
     vocabulary: dict[str, int] = {}
@@ -601,32 +609,45 @@ def tokenizer_of(metadata: Json, path: Path) -> Tokenizer:
         "normalizer": None,
         "pre_tokenizer": None,
     }
+    merges = key("merges")
+    if kind != "llama" and (
+        not _is_list_of_texts(merges) or any(merge.count(" ") != 1 for merge in merges)
+    ):
+        raise refuse("the file has no list of merges")
     if kind == "gpt2":
         pre_tokenizer = key("pre", "default")
-        merges = key("merges")
         if pre_tokenizer not in PRE_TOKENIZERS:
             known = ", ".join(PRE_TOKENIZERS)
             raise refuse(
                 f"pre-tokenizer {str(pre_tokenizer)[:40]!r} is not known; these are: {known}"
             )
-        if not _is_list_of_texts(merges) or any(merge.count(" ") != 1 for merge in merges):
-            raise refuse("the file has no list of merges")
         description |= _byte_level_bpe(vocabulary, merges, pre_tokenizer)
+    elif kind == "gemma4":
+        description |= _sentencepiece_steps(prefixed=False)
+        description["model"] = {
+            "type": "BPE",
+            "unk_token": key_token("unknown"),
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "ignore_merges": False,
+            "vocab": vocabulary,
+            "merges": [merge.split(" ") for merge in merges],
+        }
     else:
         scores = key("scores")
         if not isinstance(scores, list) or len(scores) != len(tokens) or UNKNOWN not in types:
             raise refuse("the file has no score for each token, or no unknown token")
         pieces = list(zip(tokens, scores, types, strict=True))
-        description |= _sentencepiece_bpe(pieces, prefixed=bool(key("add_space_prefix", True)))
+        description |= _sentencepiece_steps(prefixed=bool(key("add_space_prefix", True)))
+        description["model"] = bpe_of_pieces(pieces, True)
 
     # Special tokens by their role, and a BOS token before each text where the file asks for it.
     config: Json = {}
     for role, name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        index = key(f"{name}_token_id")
-        if type(index) is int and 0 <= index < len(tokens):
-            config[f"{role}_token"] = tokens[index]
+        if (token := key_token(name)) is not None:
+            config[f"{role}_token"] = token
     bos = config.get("bos_token")
-    if bos is not None and key("add_bos_token", kind == "llama"):
+    if bos is not None and (kind == "gemma4" or key("add_bos_token", kind == "llama")):
         description["post_processor"] = added_around({bos: vocabulary[bos]}, {})
     chat_template = metadata.get("tokenizer.chat_template")
     if isinstance(chat_template, str):
@@ -662,8 +683,10 @@ def _byte_level_bpe(vocabulary: dict[str, int], merges: list[str], pre_tokenizer
     }
 
 
-def _sentencepiece_bpe(pieces: list[tuple[str, float, int]], *, prefixed: bool) -> Json:
-    """`prefixed`: a space is put before a text, and taken away again when it is decoded."""
+def _sentencepiece_steps(*, prefixed: bool) -> Json:
+    """What is done before and after SentencePiece's BPE. `prefixed`: a space is put before a text, and taken away again
+    when it is decoded.
+    """
     normalizers: list[Json] = [{"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
     decoders: list[Json] = [
         {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
@@ -676,7 +699,6 @@ def _sentencepiece_bpe(pieces: list[tuple[str, float, int]], *, prefixed: bool) 
     return {
         "normalizer": {"type": "Sequence", "normalizers": normalizers},
         "decoder": {"type": "Sequence", "decoders": decoders},
-        "model": bpe_of_pieces(pieces, True),
     }
 
 

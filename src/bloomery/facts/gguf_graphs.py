@@ -42,6 +42,8 @@ class GgufGraph:
     # the metadata states which layers have a window, how wide heads are with and without one, and the key/value heads
     # and the MLP's width of each layer; frequencies of the others are stretched by a tensor of factors
     states_windows: bool = False
+    # SentencePiece's BPE is stated with its merges, as the tokenizer `gemma4`, in place of scores
+    states_merges: bool = False
     # layers are delta nets, with attention in each n-th one: the metadata states their sizes and n
     has_delta_nets: bool = False
 

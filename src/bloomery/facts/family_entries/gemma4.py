@@ -60,6 +60,7 @@ _GRAPH = GgufGraph(
         "per_layer_input_size",
     ),
     states_windows=True,
+    states_merges=True,
 )
 
 # Both classes take the old key for the new one, and know no third.
