@@ -38,10 +38,10 @@ def test_every_shell_has_a_script(shell):
 def test_commands_recipes_runs_and_keys_are_completed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs/mine-1").mkdir(parents=True)
-    (tmp_path / "mine.yaml").touch()
+    (tmp_path / "own.yaml").touch()
     assert completed([], "pl") == ["plan"]
-    assert "go-coder-125m" in completed(["plan"], "go-") and completed(["train"], "mi") == [
-        "mine.yaml"
+    assert "go-coder-125m" in completed(["plan"], "go-") and completed(["train"], "ow") == [
+        "own.yaml"
     ]
     assert completed(["resume"], "mi") == ["mine-1"] and "last" in completed(["watch"], "")
     assert "train.epochs=" in completed(["train", "demo"], "train.ep")
