@@ -143,6 +143,28 @@ CASES: dict[str, tuple[str, dict]] = {
         ),
     ),
     "olmo3": ("Olmo3", SMALL | dict(sliding_window=8, rope_parameters=OLMO3_ROPE)),
+    "olmo-hybrid": (
+        "OlmoHybrid",
+        SMALL
+        | dict(
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=16,
+            linear_value_head_dim=8,
+            rope_parameters={"rope_type": "default", "rope_theta": None},
+        ),
+    ),
+    "olmo-hybrid-rotated": (
+        "OlmoHybrid",
+        SMALL
+        | dict(
+            linear_num_key_heads=4,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+            linear_allow_neg_eigval=False,
+            layer_types=["linear_attention", "full_attention"] * 2,
+        ),
+    ),
     "olmo3-bias": (
         "Olmo3",
         SMALL

@@ -23,7 +23,7 @@ CASES = {
     "DoRA": {"precision": "bfloat16", "adapter": EVERY | {"kind": "dora"}},
     "nf4": {"precision": "bfloat16", "adapter": EVERY, "base": "nf4"},
 }
-FAMILIES = ("qwen3_5_text", "lfm2")
+FAMILIES = ("qwen3_5_text", "lfm2", "olmo_hybrid")
 QUICK = {("qwen3_5_text", "recomputed"), ("qwen3_5_text", "LoRA"), ("lfm2", "LoRA")}
 
 

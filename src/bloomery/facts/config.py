@@ -6,6 +6,8 @@ from typing import Literal
 from bloomery.core.errors import UserError
 
 NormKind = Literal["rms", "rms_unit_offset", "layer", "layer_unit_offset"]
+# Of the norms of a layer (`model.decoder.Block`); "by_mixer": after attention, and before any other mixer.
+NormPlacement = Literal["before", "after", "both", "shared", "by_mixer"]
 # Of queries and keys: over each head, before or after it is rotated, or over all heads at once.
 QueryNorm = Literal["none", "head", "rotated_head", "full"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
@@ -98,7 +100,9 @@ class DeltaNet:
     """The sizes of gated delta nets (arXiv:2412.06464), which keep a matrix per head in place of keys and values.
 
     Each key head serves num_value_heads / num_key_heads consecutive value heads. `kernel`: the tokens that the
-    convolution before them sees, the own one included.
+    convolution before them sees, the own one included. `separate_projections`: queries, keys and values each have a
+    matrix and a convolution, as in OLMo-Hybrid. `negative_eigenvalues`: tokens are written with strengths of up to 2
+    (arXiv:2411.12537). `norm_eps`: of the norm of what is read; None: that of the model.
     """
 
     num_key_heads: int
@@ -106,6 +110,9 @@ class DeltaNet:
     key_head_dim: int
     value_head_dim: int
     kernel: int = 4
+    separate_projections: bool = False
+    negative_eigenvalues: bool = False
+    norm_eps: float | None = None
 
     @property
     def key_width(self) -> int:
@@ -155,7 +162,7 @@ class ModelConfig:
     norm: NormKind = "rms"
     norm_eps: float = 1e-5
     norm_bias: bool = True  # layer norms only
-    norm_placement: Literal["before", "after", "both", "shared"] = "before"
+    norm_placement: NormPlacement = "before"
     qk_norm: QueryNorm = "none"
     value_norm: bool = False  # of each head's values, without a weight
     activation: Activation = "silu"
@@ -214,21 +221,6 @@ class ModelConfig:
     transformers_backend: TransformersBackend | None = (
         None  # then the facts above are those that a plan needs, and the layers transformers'
     )
-
-    @property
-    def block_norms(self) -> tuple[str, ...]:
-        """The norms of a layer, in the order in which they run, under transformers' names."""
-        return {
-            "before": ("input_layernorm", "post_attention_layernorm"),
-            "after": ("post_attention_layernorm", "post_feedforward_layernorm"),
-            "both": (
-                "input_layernorm",
-                "post_attention_layernorm",
-                "pre_feedforward_layernorm",
-                "post_feedforward_layernorm",
-            ),
-            "shared": ("input_layernorm",),
-        }[self.norm_placement]
 
 
 # What begins with the embedded tokens, as named in the decoder.

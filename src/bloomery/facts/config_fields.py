@@ -176,6 +176,14 @@ def _theta(rope_fields: Fields, fields: Fields, key: str) -> float:
     return fields.number(key, low=1e-6)
 
 
+def stated_theta(fields: Fields) -> Any:
+    """The base that a config states, where one object holds for all layers; a null inside of it wins."""
+    rope_fields = fields.inside("rope_scaling") or fields.inside("rope_parameters")
+    if rope_fields is not None and "rope_theta" in rope_fields.values:
+        return rope_fields.values["rope_theta"]
+    return fields.get("rope_theta")
+
+
 def _rope_kind(rope_fields: Fields) -> Any:
     return rope_fields.get("rope_type") or rope_fields.get("type") or "default"
 

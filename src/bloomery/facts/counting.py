@@ -17,6 +17,7 @@ from bloomery.facts.config import (
     LayerSizes,
     Mixer,
     ModelConfig,
+    NormPlacement,
     QueryScale,
     RopeScaling,
     ShortConvolution,
@@ -27,6 +28,20 @@ Shape = tuple[int, ...]
 # What a layer calls the module of its mixer, as transformers does.
 MIXER_MODULES: Mapping[Mixer, str] = MappingProxyType(
     {"attention": "self_attn", "delta_net": "linear_attn", "short_convolution": "conv"}
+)
+# The norms of a layer, in the order in which they run, under transformers' names.
+BLOCK_NORMS: Mapping[NormPlacement, tuple[str, ...]] = MappingProxyType(
+    {
+        "before": ("input_layernorm", "post_attention_layernorm"),
+        "after": ("post_attention_layernorm", "post_feedforward_layernorm"),
+        "both": (
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        ),
+        "shared": ("input_layernorm",),
+    }
 )
 DELTA_CHUNK = 64  # tokens that a delta net computes at once; transformers and flash-linear-attention have as many
 STATE_BYTES = 4  # of a number of a delta net's state, which is float32 in every precision
@@ -83,6 +98,7 @@ class Layer:
     rotation: Rotation | None
     intermediate_size: int
     gated_mlp: bool
+    norm_placement: NormPlacement = "before"
     window: int | None = None
     keys_of: int | None = None
     lends_keys: bool = False
@@ -218,6 +234,7 @@ def _layer(config: ModelConfig, index: int) -> Layer:
         rotation=_rotation(config, sizes, index, window) if mixer == "attention" else None,
         intermediate_size=sizes.intermediate_size,
         gated_mlp=config.gated_mlp,
+        norm_placement=norm_placement(config, mixer),
         window=window,
         keys_of=keys_of(config, index),
         lends_keys=index in {keys_of(config, number) for number in range(config.num_layers)},
@@ -229,6 +246,13 @@ def _layer(config: ModelConfig, index: int) -> Layer:
         expert_share=expert_share,
         expert_products=expert_products,
     )
+
+
+def norm_placement(config: ModelConfig, mixer: Mixer) -> NormPlacement:
+    """Of a layer with that mixer; never "by_mixer"."""
+    if config.norm_placement != "by_mixer":
+        return config.norm_placement
+    return "after" if mixer == "attention" else "before"
 
 
 def keys_of(config: ModelConfig, index: int) -> int | None:
@@ -366,7 +390,7 @@ def _block_shapes(
 ) -> Iterator[tuple[str, Shape]]:
     if config.layer_scalar:
         yield "layer_scalar", (1,)
-    for name in config.block_norms:
+    for name in BLOCK_NORMS[norm_placement(config, mixer)]:
         yield from _norm_shapes(config, name, config.hidden_size)
     if mixer == "delta_net" and config.delta_net is not None:
         yield from _delta_net_shapes(config.delta_net)
@@ -400,9 +424,18 @@ def _delta_net_shapes(sizes: DeltaNet) -> Iterator[tuple[str, Shape]]:
     """The parameters of a delta net that are no matrices."""
     yield "linear_attn.dt_bias", (sizes.num_value_heads,)
     yield "linear_attn.A_log", (sizes.num_value_heads,)
-    convolved_width = 2 * sizes.key_width + sizes.value_width
-    yield from _convolution_shapes("linear_attn.conv1d", convolved_width, sizes.kernel)
+    if sizes.separate_projections:
+        for name, width in _separate_widths(sizes).items():
+            yield from _convolution_shapes(f"linear_attn.{name}_conv1d", width, sizes.kernel)
+    else:
+        convolved_width = 2 * sizes.key_width + sizes.value_width
+        yield from _convolution_shapes("linear_attn.conv1d", convolved_width, sizes.kernel)
     yield "linear_attn.norm.weight", (sizes.value_head_dim,)
+
+
+def _separate_widths(sizes: DeltaNet) -> dict[str, int]:
+    """Of queries, keys and values."""
+    return {"q": sizes.key_width, "k": sizes.key_width, "v": sizes.value_width}
 
 
 def _convolution_shapes(name: str, width: int, kernel: int) -> Iterator[tuple[str, Shape]]:
@@ -482,9 +515,13 @@ def _attention_matrices(config: ModelConfig, index: int, sizes: LayerSizes) -> I
 
 
 def _delta_net_matrices(width: int, sizes: DeltaNet) -> Iterator[Matrix]:
-    """Of queries, keys and values together; of the output's gate z, of the strength of writing b, of the decay a."""
-    convolved_width = 2 * sizes.key_width + sizes.value_width
-    yield Matrix("linear_attn.in_proj_qkv", convolved_width, width, False)
+    """Of queries, keys and values, mostly together; of the output's gate z, the strength of writing b, the decay a."""
+    if sizes.separate_projections:
+        for name, outputs in _separate_widths(sizes).items():
+            yield Matrix(f"linear_attn.{name}_proj", outputs, width, False)
+    else:
+        convolved_width = 2 * sizes.key_width + sizes.value_width
+        yield Matrix("linear_attn.in_proj_qkv", convolved_width, width, False)
     yield Matrix("linear_attn.in_proj_z", sizes.value_width, width, False)
     yield Matrix("linear_attn.in_proj_b", sizes.num_value_heads, width, False)
     yield Matrix("linear_attn.in_proj_a", sizes.num_value_heads, width, False)

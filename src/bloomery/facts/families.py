@@ -23,6 +23,7 @@ from bloomery.facts.family_entries import (
     ministral,
     neighbor_rotation,
     olmo3,
+    olmo_hybrid,
     plain_mlp,
     qwen,
 )
@@ -37,6 +38,7 @@ FAMILIES: OpenTable[Family] = OpenTable(
         **gpt2.FAMILIES,
         **lfm.FAMILIES,
         **olmo3.FAMILIES,
+        **olmo_hybrid.FAMILIES,
         **ministral.FAMILIES,
         **neighbor_rotation.FAMILIES,
         **plain_mlp.FAMILIES,

@@ -130,6 +130,9 @@ class Family:
     # Whether layers with a window rotate by a base of their own (`rope_local_base_freq`).
     has_local_rope: bool = False
 
+    # Whether a null `rope_theta` says that no layer rotates.
+    rotates_by_theta: bool = False
+
     # The stem of transformers' reward model, "Gemma3Text" of Gemma3TextForSequenceClassification; "": that of
     # `architecture`.
     classifier: str = ""

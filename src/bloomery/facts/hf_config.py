@@ -8,7 +8,15 @@ from typing import Any, cast
 
 from bloomery.core.errors import UserError
 from bloomery.facts.config import ModelConfig, checked_config
-from bloomery.facts.config_fields import LARGEST, Fields, HfKeys, ModelFacts, rope_facts, rope_keys
+from bloomery.facts.config_fields import (
+    LARGEST,
+    Fields,
+    HfKeys,
+    ModelFacts,
+    rope_facts,
+    rope_keys,
+    stated_theta,
+)
 from bloomery.facts.families import FAMILIES, MULTIMODAL, known_family
 from bloomery.facts.family import Family
 
@@ -93,7 +101,9 @@ def config_from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> Mode
     )
     facts["tie_embeddings"] = fields.flag("tie_word_embeddings")
     facts["sliding_window"] = family.windows(fields, facts["num_layers"])
-    if facts.get("positions") != "learned":
+    if family.rotates_by_theta and stated_theta(fields) is None:
+        facts["rotary_layers"] = (False,) * facts["num_layers"]
+    elif facts.get("positions") != "learned":
         facts |= rope_facts(
             fields,
             max_positions=facts["max_positions"],

@@ -462,6 +462,8 @@ def _unsupported(decoder: Decoder) -> str | None:
         return "its activation has numbers of its own"
     if config.head_gate:
         return "its heads have gates of one number"
+    if config.norm_placement == "by_mixer":
+        return "its layers have their norms in two places"
     if config.rope_scaling is not None and config.rope_scaling.kind in ("dynamic", "longrope"):
         return "its positions depend on a text's length"
     if config.attention_sinks:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from bloomery.core.errors import UserError
 from bloomery.facts.config import Mixer, ModelConfig, Stage, whole_model
-from bloomery.facts.counting import MIXER_MODULES, Layer, layers
+from bloomery.facts.counting import BLOCK_NORMS, MIXER_MODULES, Layer, layers
 from bloomery.model.attention.attend import DocumentBorders, DocumentLayout, layout_of
 from bloomery.model.cache import Cache, LayerCache, StateCache, VisiblePast
 from bloomery.model.compiled_scores import RowsOf
@@ -85,7 +85,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer. `config.norm_placement` decides which norms exist; their names are transformers' for each case:
+    """One layer. `layer.norm_placement` decides which norms exist; their names are transformers' for each case:
 
     before (Llama)    input_layernorm, mixer; post_attention_layernorm, MLP
     after (OLMo 2)    mixer, post_attention_layernorm; MLP, post_feedforward_layernorm
@@ -107,10 +107,10 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: Layer, backend: str) -> None:
         super().__init__()
         self.kind = layer.kind
-        self.placement = config.norm_placement
+        self.placement = layer.norm_placement
         self.dropout = config.residual_dropout
         self.multiplier = config.residual_multiplier
-        for name in config.block_norms:
+        for name in BLOCK_NORMS[layer.norm_placement]:
             self.add_module(name, build_norm(config, config.hidden_size))
         self.add_module(MIXER_MODULES[layer.mixer], MIXERS[layer.mixer](config, layer, backend))
         self.mlp = MLP(config, layer)

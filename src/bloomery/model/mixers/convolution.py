@@ -32,10 +32,7 @@ class DepthwiseConvolution(nn.Module):
             convolved_BTC = convolved(x_BTC, weight_CK, first_BT)
         else:
             assert first_BT is None, "a cache holds one document a row"
-            length = x_BTC.shape[1]
-            with_past = torch.cat((past.to(x_BTC.dtype), x_BTC), 1)
-            convolved_BTC = _convolved(with_past, weight_CK, None)[:, -length:].to(x_BTC.dtype)
-            past.copy_(with_past[:, with_past.shape[1] - past.shape[1] :])
+            convolved_BTC = convolved_with_past(x_BTC, weight_CK, past)
         return convolved_BTC if self.bias is None else convolved_BTC + self.bias.to(x_BTC.dtype)
 
 
@@ -48,6 +45,15 @@ def convolved(
     """
     result: Tensor = _Convolve.apply(x_BTC, weight_CK, first_BT, dtype or x_BTC.dtype)  # type: ignore[no-untyped-call]  # torch's `apply`
     return result
+
+
+def convolved_with_past(x_BTC: Tensor, weight_CK: Tensor, past: Tensor) -> Tensor:
+    """The same of tokens whose K - 1 predecessors are `past`, which the last K - 1 replace; not differentiated."""
+    length = x_BTC.shape[1]
+    with_past = torch.cat((past.to(x_BTC.dtype), x_BTC), 1)
+    convolved_BTC = _convolved(with_past, weight_CK, None)[:, -length:].to(x_BTC.dtype)
+    past.copy_(with_past[:, with_past.shape[1] - past.shape[1] :])
+    return convolved_BTC
 
 
 class _Convolve(torch.autograd.Function):

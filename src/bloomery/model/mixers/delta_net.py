@@ -1,4 +1,4 @@
-"""The gated delta net of Qwen3.5 as the mixer of a layer: convolution, delta rule, gated norm.
+"""The gated delta net of Qwen3.5 and OLMo-Hybrid as the mixer of a layer: convolution, delta rule, gated norm.
 
 B batch, T time, D width, C convolved numbers, G key heads, H value heads, E width of a key, F width of a value,
 Q = G E, V = H F.
@@ -14,7 +14,7 @@ from bloomery.facts.limits import delta_net_groups
 from bloomery.model.attention.attend import DocumentLayout
 from bloomery.model.cache import StateCache
 from bloomery.model.mixers import compiled
-from bloomery.model.mixers.convolution import DepthwiseConvolution, convolved
+from bloomery.model.mixers.convolution import DepthwiseConvolution, convolved, convolved_with_past
 from bloomery.model.mixers.delta_rule import chunked_delta_rule, delta_rule_step
 from bloomery.model.mixers.recomputed import recomputed
 from bloomery.model.norms import RMSNorm, rms_norm, widened, working_dtype
@@ -24,7 +24,7 @@ KEY_EPS = 1e-6  # under the root of a key's and query's length, as in flash-line
 
 
 class GatedDeltaNet(nn.Module):
-    """arXiv:2412.06464, parameters as in transformers' Qwen3.5.
+    """arXiv:2412.06464, parameters as in transformers' Qwen3.5; queries, keys and values may have separate ones.
 
     `backend` is of attention: with "compiled", sequences without a cache go to C++ (`mixers.compiled`), too.
     """
@@ -41,13 +41,36 @@ class GatedDeltaNet(nn.Module):
         self.dt_bias = nn.Parameter(torch.empty(sizes.num_value_heads))
         self.A_log = nn.Parameter(torch.empty(sizes.num_value_heads))
         self.convolved_width = 2 * sizes.key_width + sizes.value_width
-        self.conv1d = DepthwiseConvolution(self.convolved_width, sizes.kernel)
-        self.norm = RMSNorm(sizes.value_head_dim, config.norm_eps, unit_offset=False)
-        self.in_proj_qkv = nn.Linear(width, self.convolved_width, bias=False)
+        self.widths = (sizes.key_width, sizes.key_width, sizes.value_width)
+        if sizes.separate_projections:
+            for name, part in zip("qkv", self.widths, strict=True):
+                self.add_module(f"{name}_conv1d", DepthwiseConvolution(part, sizes.kernel))
+        else:
+            self.conv1d = DepthwiseConvolution(self.convolved_width, sizes.kernel)
+        norm_eps = config.norm_eps if sizes.norm_eps is None else sizes.norm_eps
+        self.norm = RMSNorm(sizes.value_head_dim, norm_eps, unit_offset=False)
+        if sizes.separate_projections:
+            for name, part in zip("qkv", self.widths, strict=True):
+                self.add_module(f"{name}_proj", nn.Linear(width, part, bias=False))
+        else:
+            self.in_proj_qkv = nn.Linear(width, self.convolved_width, bias=False)
         self.in_proj_z = nn.Linear(width, sizes.value_width, bias=False)
         self.in_proj_b = nn.Linear(width, sizes.num_value_heads, bias=False)
         self.in_proj_a = nn.Linear(width, sizes.num_value_heads, bias=False)
         self.out_proj = nn.Linear(sizes.value_width, width, bias=False)
+
+    def _projected(self, x_BTD: Tensor) -> Tensor:
+        """Queries, keys and values, before they are convolved [B, T, C]."""
+        if not self.sizes.separate_projections:
+            qkv_BTC: Tensor = self.in_proj_qkv(x_BTD)
+            return qkv_BTC
+        return torch.cat([self.get_submodule(f"{name}_proj")(x_BTD) for name in "qkv"], -1)
+
+    def _taps(self) -> Tensor:
+        """The weight of their convolution [C, 1, K]."""
+        if not self.sizes.separate_projections:
+            return self.conv1d.weight
+        return torch.cat([self.get_parameter(f"{name}_conv1d.weight") for name in "qkv"])
 
     def forward(
         self, x_BTD: Tensor, rotary: Rotary | None, layout: DocumentLayout, cache: StateCache | None
@@ -55,7 +78,7 @@ class GatedDeltaNet(nn.Module):
         del rotary  # the decay tells near tokens from far ones
         dtype = working_dtype(x_BTD)
         projections = (
-            self.in_proj_qkv(x_BTD),
+            self._projected(x_BTD),
             self.in_proj_z(x_BTD),
             self.in_proj_b(x_BTD),
             self.in_proj_a(x_BTD),
@@ -75,11 +98,10 @@ class GatedDeltaNet(nn.Module):
         qkv_BTC, z_BTV, b_BTH, a_BTH = projections
         on_cpu = (self.device_type or qkv_BTC.device.type) == "cpu"
         num_groups = delta_net_groups(sizes, qkv_BTC.shape[0] * qkv_BTC.shape[1], on_cpu=on_cpu)
-        widths = (sizes.key_width, sizes.key_width, sizes.value_width)
 
         # Key heads of a group are neighbors, and so are the value heads that share them.
-        q, k, v = (part.chunk(num_groups, -1) for part in qkv_BTC.split(widths, -1))
-        taps = (part.chunk(num_groups) for part in self.conv1d.weight.split(widths))
+        q, k, v = (part.chunk(num_groups, -1) for part in qkv_BTC.split(self.widths, -1))
+        taps = (part.chunk(num_groups) for part in self._taps().split(self.widths))
         by_head = (
             tensor.chunk(num_groups, -1)
             for tensor in (z_BTV, b_BTH, a_BTH, self.dt_bias, self.A_log)
@@ -108,10 +130,10 @@ class GatedDeltaNet(nn.Module):
         sizes = self.sizes
         gain_F = self.norm.weight
         assert gain_F is not None
-        decay_BTH, beta_BTH = _decays_and_strengths(b_BTH, a_BTH, self.dt_bias, self.A_log)
+        decay_BTH, beta_BTH = self._decays_and_strengths(b_BTH, a_BTH, self.dt_bias, self.A_log)
         inputs = compiled.RuleInputs(
             qkv_BTC,
-            compiled.taps_of(self.conv1d.weight.squeeze(1), None),
+            compiled.taps_of(self._taps().squeeze(1), None),
             decay_BTH,
             beta_BTH,
             z_BTV.to(qkv_BTC.dtype),
@@ -127,8 +149,8 @@ class GatedDeltaNet(nn.Module):
         sizes = self.sizes
         qkv_BTC, z_BTV, b_BTH, a_BTH = projections
         past = cache.current("convolved", (sizes.kernel - 1, self.convolved_width), qkv_BTC)
-        qkv_BTC = F.silu(self.conv1d(widened(qkv_BTC), None, past))
-        q, k, v = qkv_BTC.split((sizes.key_width, sizes.key_width, sizes.value_width), -1)
+        qkv_BTC = F.silu(convolved_with_past(widened(qkv_BTC), self._taps().squeeze(1), past))
+        q, k, v = qkv_BTC.split(self.widths, -1)
         inputs = self._inputs_of_rule(q, k, v, b_BTH, a_BTH, self.dt_bias, self.A_log)
         shape = (sizes.num_value_heads, sizes.key_head_dim, sizes.value_head_dim)
         state = cache.current("memory", shape, v)
@@ -160,7 +182,7 @@ class GatedDeltaNet(nn.Module):
         q_BTHE = (q_BTGE * sizes.key_head_dim**-0.5).repeat_interleave(repeats, 2)
         k_BTHE = k_BTGE.repeat_interleave(repeats, 2)
 
-        decay_BTH, beta_BTH = _decays_and_strengths(b_BTH, a_BTH, dt_bias_H, A_log_H)
+        decay_BTH, beta_BTH = self._decays_and_strengths(b_BTH, a_BTH, dt_bias_H, A_log_H)
         inputs = (q_BTHE, k_BTHE, v_BTHF, decay_BTH, beta_BTH)
         q, k, v, decay, beta = (tensor.transpose(1, 2) for tensor in inputs)
         return q, k, v, decay, beta
@@ -170,17 +192,18 @@ class GatedDeltaNet(nn.Module):
         normed_BTHF = rms_norm(read_BTHF, gain_F, self.norm.eps, read_BTHF.dtype)
         return normed_BTHF.flatten(2) * F.silu(widened(z_BTV))
 
-
-def _decays_and_strengths(
-    b_BTH: Tensor,
-    a_BTH: Tensor,
-    dt_bias_H: Tensor,
-    A_log_H: Tensor,  # the parameter's name
-) -> tuple[Tensor, Tensor]:
-    """How fast each head forgets, and how strongly each token is written: [B, T, H] in float32."""
-    steps_BTH = F.softplus(widened(a_BTH) + widened(dt_bias_H))
-    decay_BTH = -widened(A_log_H).exp() * steps_BTH
-    return decay_BTH, widened(b_BTH).sigmoid()
+    def _decays_and_strengths(
+        self,
+        b_BTH: Tensor,
+        a_BTH: Tensor,
+        dt_bias_H: Tensor,
+        A_log_H: Tensor,  # the parameter's name
+    ) -> tuple[Tensor, Tensor]:
+        """How fast each head forgets, and how strongly each token is written: [B, T, H] in float32."""
+        steps_BTH = F.softplus(widened(a_BTH) + widened(dt_bias_H))
+        decay_BTH = -widened(A_log_H).exp() * steps_BTH
+        beta_BTH = widened(b_BTH).sigmoid()
+        return decay_BTH, 2 * beta_BTH if self.sizes.negative_eigenvalues else beta_BTH
 
 
 def _unit(x: Tensor) -> Tensor:

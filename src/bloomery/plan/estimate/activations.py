@@ -22,7 +22,10 @@ from bloomery.plan.estimate.step import StepShape
 
 # Bytes of a score of a tile in backward: three float32 values, 16 random bits and a mask.
 TILE_SCORE_BYTES = 15
-DELTA_NET_INPUTS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+DELTA_NET_INPUTS = (
+    *("q_proj", "k_proj", "v_proj"),
+    *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+)
 MIXER_OUTPUT = {"delta_net": "linear_attn.out_proj", "short_convolution": "conv.out_proj"}
 # Modules that read one input.
 MODULES_WITH_ONE_INPUT = (
@@ -115,7 +118,7 @@ def layer_bytes_per_token(step: StepShape, layer: TrainedLayer) -> float:
     """Without quadratic scores: 38 h for a GPT block with dropout in half precision on a GPU."""
     return (
         _mixer_bytes(step, layer)
-        + _norm_bytes(step)
+        + _norm_bytes(step, layer)
         + _mlp_bytes(step, layer)
         + _own_input_bytes(step, layer)
         + _adapter_bytes(step, layer)
@@ -150,7 +153,7 @@ def _product_bytes_of_scores(step: StepShape, layer: TrainedLayer) -> float:
     return float((4 if is_cpu_fallback else step.element_bytes) * _scores(step, layer))
 
 
-def _norm_bytes(step: StepShape) -> float:
+def _norm_bytes(step: StepShape, layer: TrainedLayer) -> float:
     """Norms keep their inputs and one or two statistics per token; masks of residual dropout are included.
 
     Inputs are the residual stream before a block's part and its half-precision result after it. A compiled block keeps
@@ -165,8 +168,8 @@ def _norm_bytes(step: StepShape) -> float:
         "after": [result_bytes] * 2,
         "both": [step.residual_bytes, result_bytes, step.residual_bytes, result_bytes],
         "shared": [step.residual_bytes],
-    }[config.norm_placement]
-    if step.compiled and config.norm_placement == "before":
+    }[layer.layer.norm_placement]
+    if step.compiled and layer.layer.norm_placement == "before":
         input_bytes = [step.residual_bytes, step.element_bytes]
     # The CPU keeps the scaled mask.
     mask_bytes = 1 if step.on_gpu or step.compiled else step.element_bytes

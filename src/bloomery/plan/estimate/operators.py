@@ -4,7 +4,7 @@ An operator is a call that computes; views and allocations are part of its time.
 dispatches (tests/plan/test_operators.py compares them).
 """
 
-from bloomery.facts.counting import DELTA_CHUNK
+from bloomery.facts.counting import BLOCK_NORMS, DELTA_CHUNK
 from bloomery.facts.limits import delta_net_groups
 from bloomery.hardware.machine import CpuCheck
 from bloomery.plan.estimate.states import TrainedLayer
@@ -61,7 +61,9 @@ def _operators_of(step: StepShape, layer: TrainedLayer) -> float:
     adapters = ADAPTER * sum(name.endswith("lora_A") for name in layer.adapter)
 
     has_attention = facts.mixer == "attention"
-    norms = len(config.block_norms) + (2 if config.qk_norm != "none" and has_attention else 0)
+    norms = len(BLOCK_NORMS[facts.norm_placement]) + (
+        2 if config.qk_norm != "none" and has_attention else 0
+    )
     between = NORMS[config.norm] * norms + BETWEEN
     between += BIAS * sum(matrix.bias for matrix in facts.matrices)
     if facts.rotation is not None:

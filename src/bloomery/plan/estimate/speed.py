@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from bloomery.facts.counting import Shape, flops_per_token, input_products
+from bloomery.facts.counting import BLOCK_NORMS, Shape, flops_per_token, input_products
 from bloomery.facts.limits import CPU_TILE, storage_bytes
 from bloomery.facts.optimizers import OPTIMIZERS
 from bloomery.hardware.machine import Machine
@@ -182,7 +182,7 @@ def layer_traffic(step: StepShape, layer: TrainedLayer) -> float:
     width = config.hidden_size
     projected_width = facts.query_width + (facts.key_width if facts.keys_of is None else 0)
     norm = COMPILED_NORM if step.compiled else EAGER_NORM[config.norm]
-    total = len(config.block_norms) * norm * width + RESIDUALS[compiled] * width
+    total = len(BLOCK_NORMS[facts.norm_placement]) * norm * width + RESIDUALS[compiled] * width
     total += HEADS[compiled] * 2 * projected_width
     total += (GATED if facts.gated_mlp else PLAIN)[compiled] * facts.intermediate_size
     if facts.per_layer_input_size:
