@@ -25,6 +25,7 @@ from bloomery.check.run_start import check_step_of_ranks
 from bloomery.check.updates import exact_optimizer
 from bloomery.check.verdict import judge
 from bloomery.core.files import cache_folder
+from bloomery.facts.config import DeltaNet
 from bloomery.facts.optimizers import OPTIMIZERS, OptimizerSpec
 from bloomery.monitor.events import StepChecked
 from bloomery.monitor.words import checked_text
@@ -169,6 +170,23 @@ SWITCHED = {
         "rotary_share": 0.5,
     },
     "llama": {"qk_norm": "none", "attention_sinks": True},
+    "apertus": {"activation": "xielu", "gated_mlp": False, "tie_embeddings": False},
+    "olmo_hybrid": {
+        "qk_norm": "full",
+        "norm_placement": "by_mixer",
+        "tie_embeddings": False,
+        "num_layers": 2,
+        "mixers": ("delta_net", "attention"),
+        "delta_net": DeltaNet(
+            num_key_heads=2,
+            num_value_heads=4,
+            key_head_dim=16,
+            value_head_dim=32,
+            separate_projections=True,
+            negative_eigenvalues=True,
+            norm_eps=1e-5,
+        ),
+    },
 }
 
 

@@ -35,8 +35,34 @@ CONVOLUTIONS = {
     "short_convolution": ShortConvolution(kernel=3),
     "tie_embeddings": True,
 }
+# Queries, keys and values apart, and norms that follow the mixer.
+SEPARATE = {
+    "family": "olmo_hybrid",
+    "vocab_size": 512,
+    "tie_embeddings": False,
+    "norm_eps": 1e-6,
+    "norm_placement": "by_mixer",
+    "qk_norm": "full",
+    "rotary_layers": (False,) * 4,
+    "num_layers": 4,
+    "mixers": ("delta_net", "attention", "delta_net", "delta_net"),
+    "delta_net": DeltaNet(
+        num_key_heads=2,
+        num_value_heads=4,
+        key_head_dim=8,
+        value_head_dim=12,
+        separate_projections=True,
+        negative_eigenvalues=True,
+        norm_eps=1e-5,
+    ),
+}
 CONFIG = tiny_config(**HYBRID)
 CONVOLVING = tiny_config(**CONVOLUTIONS)
+APART = tiny_config(**SEPARATE)
+CONFIGS = [
+    CONFIG,
+    *(pytest.param(config, marks=pytest.mark.soak) for config in (CONVOLVING, APART)),
+]
 DORA = Lora(kind="dora", rank=4, target_modules=["all-linear"])
 DPO = Preference(kind="dpo", beta=0.5)
 
@@ -44,7 +70,7 @@ DPO = Preference(kind="dpo", beta=0.5)
 @pytest.fixture(scope="module")
 def bases(prepared, tmp_path_factory) -> dict[str, Path]:
     folders = {}
-    for config in (CONFIG, CONVOLVING):
+    for config in (CONFIG, CONVOLVING, APART):
         folder = folders[config.family] = tmp_path_factory.mktemp(config.family)
         write_model(model_state(fresh_decoder(config, seed=3)), config, folder)
         load_tokenizer(prepared).save(folder)
@@ -68,9 +94,7 @@ def plan_of(data: Path, *, config=CONFIG, steps: int = 4, source: Path | None = 
     ).model_copy(update=fields)
 
 
-@pytest.mark.parametrize(
-    "config", [CONFIG, pytest.param(CONVOLVING, marks=pytest.mark.soak)], ids=family_of
-)
+@pytest.mark.parametrize("config", CONFIGS, ids=family_of)
 @pytest.mark.parametrize(
     ("mesh", "settings"),
     [
@@ -100,9 +124,7 @@ def test_ranks_and_stages_train_as_one_rank(prepared, tmp_path, mesh, settings, 
         pytest.param("bfloat16-pure", marks=pytest.mark.soak),
     ],
 )
-@pytest.mark.parametrize(
-    "config", [CONFIG, pytest.param(CONVOLVING, marks=pytest.mark.soak)], ids=family_of
-)
+@pytest.mark.parametrize("config", CONFIGS, ids=family_of)
 def test_a_resumed_run_is_bitwise_the_undisturbed_one(
     prepared, bases, tmp_path, case, config
 ) -> None:
