@@ -23,6 +23,7 @@ SIZES = [
     pytest.param(64, id="64 ranks", marks=pytest.mark.soak),
 ]
 CALLS_PER_SECOND = 2.0
+CALLS_OF_START_AND_END = 24  # of a rank; 19 were counted
 QUIET_SECONDS = 4.0  # of training, in which calls are counted
 
 
@@ -94,8 +95,9 @@ def test_many_ranks_save_and_stop_and_hardly_ask_the_run_folder(tmp_path, ranks)
     (calls,) = launch.calls(began, asked).values()
     assert calls <= CALLS_PER_SECOND * (asked - began)
     # With the start and the end, too, which read the plan and write how each rank ended.
+    # These are so many for a rank, however long it takes to start.
     whole = sum(launch.calls(started, time.time()).values())
-    assert whole <= CALLS_PER_SECOND * ranks * (max(at for _, at in ends.values()) - started)
+    assert whole <= ranks * CALLS_OF_START_AND_END + CALLS_PER_SECOND * (asked - began)
     print(f"{ranks} ranks: {calls / (asked - began):.1f} calls a second of rank 0 in training")
 
 

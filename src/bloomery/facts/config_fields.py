@@ -21,6 +21,10 @@ LARGEST = {
 }
 
 
+class NotNative(UserError):
+    """A setting that the native decoder does not compute; transformers may."""
+
+
 @dataclass(frozen=True)
 class Fields:
     """A JSON object read key by key. Whatever is never asked for is dropped: `auto_map` and the like do nothing."""
@@ -34,10 +38,18 @@ class Fields:
         return self.values[key] if key in self.values else self.defaults.get(key)
 
     def refuse(self, key: str, expected: str) -> UserError:
+        """What to raise for a value that makes no sense."""
+        return UserError(self._problem(key, expected), where=self.where, fix=FIX)
+
+    def lacks(self, key: str, expected: str) -> NotNative:
+        """What to raise for a value that may make sense elsewhere."""
+        return NotNative(self._problem(key, expected), where=self.where, fix=FIX)
+
+    def _problem(self, key: str, expected: str) -> str:
         text = repr(self.get(key))
         if len(text) > 60:
             text = text[:57] + "..."
-        return UserError(f"{key} is {text}; it must be {expected}", where=self.where, fix=FIX)
+        return f"{key} is {text}; it must be {expected}"
 
     def size(self, key: str, largest: int, *, default: int | None = None) -> int:
         """A positive whole number of at most `largest`."""
@@ -83,7 +95,7 @@ class Fields:
     def choice(self, key: str, native_values: Mapping[str, str]) -> str:
         value = self.get(key)
         if not isinstance(value, str) or value not in native_values:
-            raise self.refuse(key, "one of " + ", ".join(sorted(native_values)))
+            raise self.lacks(key, "one of " + ", ".join(sorted(native_values)))
         return native_values[value]
 
     def entries(self, key: str, length: int) -> list[Any] | None:
@@ -131,7 +143,7 @@ def rope_facts(
     local_fields = None
     nested_fields = rope_fields.inside("full_attention") or rope_fields.inside("sliding_attention")
     if nested_fields is not None and not has_local_rope:
-        raise fields.refuse("rope_parameters", "one object: all layers of this family rotate alike")
+        raise fields.lacks("rope_parameters", "one object: all layers of this family rotate alike")
     if nested_fields is not None:
         local_fields = rope_fields.inside("sliding_attention")
         rope_fields = rope_fields.inside("full_attention") or Fields({}, {}, where=fields.where)
@@ -147,7 +159,7 @@ def rope_facts(
         share = 1.0  # whole heads turn, most of their numbers by frequencies of 0
     is_scaled = _rope_kind(rope_fields) != "default"
     if share != 1.0 and not reads_rotary_share and is_scaled:
-        raise fields.refuse("partial_rotary_factor", "1: this family rotates whole heads")
+        raise fields.lacks("partial_rotary_factor", "1: this family rotates whole heads")
     if not reads_rotary_share:
         share = 1.0
     width = int(head_dim * share)
@@ -159,7 +171,7 @@ def rope_facts(
     if has_local_rope:
         local_fields = local_fields or Fields({}, {}, where=fields.where)
         if _rope_kind(local_fields) != "default":
-            raise fields.refuse("rope_parameters", "without scaling for sliding_attention")
+            raise fields.lacks("rope_parameters", "without scaling for sliding_attention")
         local_theta = _theta(local_fields, fields, "rope_local_base_freq")
     return {
         "rope_theta": _theta(rope_fields, fields, "rope_theta"),

@@ -32,7 +32,7 @@ def windows_by_type(
     types = fields.entries("layer_types", layers)
     unknown = set(types or ()) - {"full_attention", "sliding_attention"}
     if unknown:
-        raise fields.refuse("layer_types", "made of full_attention and sliding_attention")
+        raise fields.lacks("layer_types", "made of full_attention and sliding_attention")
     slides = [
         sliding(n) if types is None else types[n] == "sliding_attention" for n in range(layers)
     ]
@@ -144,7 +144,7 @@ def mixers_by_type(fields: Fields, layers: int, kind: Callable[[int], str]) -> t
     """From `layer_types`, or by the family's own rule in files that do not have it."""
     types = fields.entries("layer_types", layers) or [kind(number) for number in range(layers)]
     if unknown := set(types) - MIXER_TYPES.keys():
-        raise fields.refuse("layer_types", f"without {sorted(map(str, unknown))[0]}")
+        raise fields.lacks("layer_types", f"without {sorted(map(str, unknown))[0]}")
     return tuple(MIXER_TYPES[kind] for kind in types)
 
 

@@ -1,8 +1,7 @@
 """As `family_rules`, of dense families that state dropouts, rotations and residual streams under keys of their own."""
 
-from bloomery.core.errors import UserError
 from bloomery.facts.config import ModelConfig
-from bloomery.facts.config_fields import Fields, HfKeys, ModelFacts
+from bloomery.facts.config_fields import Fields, HfKeys, ModelFacts, NotNative
 from bloomery.facts.family_rules import first_window, layer_types, windows_by_type
 
 
@@ -82,7 +81,7 @@ def hunyuan_rotation(fields: Fields, facts: ModelFacts) -> ModelFacts:
 
 def stablelm_facts(fields: Fields, _facts: ModelFacts) -> ModelFacts:
     if fields.number("hidden_dropout", high=0.999, default=0.0):
-        raise UserError(
+        raise NotNative(
             "hidden_dropout drops what the MLP makes alone, which is not supported",
             where=fields.where,
             fix="set it to 0",

@@ -13,6 +13,7 @@ from bloomery.facts.config_fields import (
     Fields,
     HfKeys,
     ModelFacts,
+    NotNative,
     rope_facts,
     rope_keys,
     stated_theta,
@@ -81,11 +82,11 @@ def config_from_hf(hf: Mapping[str, Any], *, where: str = "config.json") -> Mode
     fields = Fields(hf, family.defaults, where=where)
     for key in family.refused:
         if fields.flag(key):
-            raise UserError(f"{key} is not supported", where=where, fix="choose another model")
+            raise NotNative(f"{key} is not supported", where=where, fix="choose another model")
     for key in family.by_transformers:
         if fields.get(key):
             fix = "set model.implementation=transformers"
-            raise UserError(f"{key} is not supported natively", where=where, fix=fix)
+            raise NotNative(f"{key} is not supported natively", where=where, fix=fix)
     if fields.get("is_causal") is False:
         problem = "is_causal: false is not supported: tokens would see those after them"
         raise UserError(problem, where=where, fix="choose another model")

@@ -15,7 +15,7 @@ from typing import Any
 from bloomery.core.errors import UserError
 from bloomery.core.extras import install_extra
 from bloomery.facts.config import ModelConfig, RopeScaling, TransformersBackend, checked_config
-from bloomery.facts.config_fields import LARGEST, Fields
+from bloomery.facts.config_fields import LARGEST, Fields, NotNative
 from bloomery.facts.families import FAMILIES, known_family
 from bloomery.facts.family import ACTIVATIONS
 from bloomery.facts.hf_config import (
@@ -291,7 +291,7 @@ def read_config(folder: Path, implementation: str = "auto") -> ModelConfig:
     is_native = choose_implementation(config_json, implementation) == "native"
     try:
         config = read_as(config_json, is_native=is_native, where=where)
-    except UserError as refusal:
+    except NotNative as refusal:
         # A known family with a setting that its native implementation lacks is computed by transformers.
         if implementation != "auto" or not is_native or find_spec("transformers") is None:
             raise

@@ -187,8 +187,10 @@ def choose_attention(
             reasons = [refusal for refusal in refusals if refusal]
         if choice.value == "triton":
             reasons.append(f"{choice.reason}, {NOT_RUN}")
-        elif not any(absent["triton"] in reason for reason in reasons):
-            reasons.append(absent["triton"])
+        else:
+            refusal = absent.get("triton") or unfit_for("triton")
+            if refusal is not None and not any(refusal in reason for reason in reasons):
+                reasons.append(refusal)
         if choice.value == "blockwise" and profile.attention.value == "fused":
             reasons.append("blockwise supports this recipe, with memory linear in the length")
         return Choice(choice.value, "; ".join(dict.fromkeys(reasons)))

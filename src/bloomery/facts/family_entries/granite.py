@@ -69,14 +69,14 @@ def _write_granite(config: ModelConfig) -> HfKeys:
 def _dense_granite4(fields: Fields, facts: ModelFacts) -> ModelFacts:
     """Its MLP is what the models with experts call the shared one. Layers rotate if the file says so."""
     if fields.number("num_local_experts"):
-        raise fields.refuse("num_local_experts", "0: a mixture of experts is not trained")
+        raise fields.lacks("num_local_experts", "0: a mixture of experts is not trained")
     layers = facts["num_layers"]
     types = fields.entries("layer_types", layers) or fields.entries("layers_block_type", layers)
     if types is None or set(types) - set(_ATTENTION):
-        raise fields.refuse("layer_types", "full_attention in each layer: Mamba is not trained")
+        raise fields.lacks("layer_types", "full_attention in each layer: Mamba is not native")
     embedding = fields.get("position_embedding_type")
     if embedding not in (None, "rope", "nope"):
-        raise fields.refuse("position_embedding_type", "rope or null")
+        raise fields.lacks("position_embedding_type", "rope or null")
     return _multipliers(fields, facts) | {
         "rotary_layers": () if embedding == "rope" else (False,) * layers,
     }

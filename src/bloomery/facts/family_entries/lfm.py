@@ -105,7 +105,7 @@ def _lfm3_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
 
 def _lfm3_facts(fields: Fields, facts: ModelFacts) -> ModelFacts:
     if not fields.flag("use_sandwich_norm"):
-        raise fields.refuse("use_sandwich_norm", "true, or the model goes through transformers")
+        raise fields.lacks("use_sandwich_norm", "true, or the model goes through transformers")
     kinds = _lfm3_kinds(fields, facts["num_layers"])
     return {
         "mixers": mixers_by_type(fields, facts["num_layers"], lambda n: kinds[n]),

@@ -18,7 +18,7 @@ def _layers(fields: Fields, facts: ModelFacts) -> ModelFacts:
     if "full_attention" not in kinds:
         kinds[-1] = "full_attention"
     if set(fields.entries("layer_types", num_layers) or ()) & {"sliding_attention", "conv"}:
-        raise fields.refuse("layer_types", "made of full_attention and linear_attention")
+        raise fields.lacks("layer_types", "made of full_attention and linear_attention")
 
     def size(key: str, default: int) -> int:
         return fields.size(f"linear_{key}", 2**16, default=default)
