@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bloomery.core.errors import UserError
 from bloomery.data.batch import Batch
+from bloomery.facts.counting import layers
 from bloomery.model.decoder import Decoder
 from bloomery.parallel.apply import apply
 from bloomery.plan.choices import reference_of
@@ -62,14 +63,21 @@ OPTIONS = [
 
 
 def plan_of(recipe: str, *changes: str) -> RunPlan:
-    """For one MI300X. Of a large model two layers, or six where windows and full attention take turns."""
-    plan = planned(load_recipe(recipe, ["train.compile=false", *changes]), gpu_machine("MI300X"))
+    """For one MI300X. Of a large model two layers, or six where kinds of layers take turns."""
+    settings = ["train.compile=false", *changes]
+    plan = planned(load_recipe(recipe, settings), gpu_machine("MI300X"))
+    if plan.model.attention == "flex":  # PyTorch has no step of it on fake tensors
+        settings.append("train.attention=blockwise")
+        plan = planned(load_recipe(recipe, settings), gpu_machine("MI300X"))
     config = plan.model.config
-    count = min(config.num_layers, 2 if len(set(config.sliding_window)) < 2 else 6)
-    per_layer = ("sliding_window", "rotary_layers", "layer_sizes")
+    has_kinds = len({layer.kind for layer in layers(config)}) > 1
+    count = min(config.num_layers, 6 if has_kinds else 2)
+    per_layer = ("sliding_window", "rotary_layers", "layer_sizes", "mixers")
     config = replace(
         config,
         num_layers=count,
+        # The layers that share keys are the last ones, which a shorter model lacks.
+        num_kv_shared_layers=config.num_kv_shared_layers if count == config.num_layers else 0,
         **{name: getattr(config, name)[:count] for name in per_layer},
     )
     model = plan.model.model_copy(update={"source": None, "config": config})

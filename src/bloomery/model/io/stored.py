@@ -106,8 +106,10 @@ def tensor_locations(config: ModelConfig) -> Mapping[str, TensorLocation]:
                 fused_modules = modules
                 stored_module = fused_module
                 break
-        parts = [shapes[".".join(filter(None, (layer, part, kind)))] for part in fused_modules]
-        module_rows = [part_shape[0] if part_shape else 1 for part_shape in parts]
+        part_shapes = [
+            shapes[".".join(filter(None, (layer, part, kind)))] for part in fused_modules
+        ]
+        module_rows = [part_shape[0] if part_shape else 1 for part_shape in part_shapes]
         locations[name] = TensorLocation(
             name=".".join(filter(None, (renamed(layer), renamed(stored_module), kind))),
             transposed=stored.transposed and layer != "" and len(shape) == 2,
