@@ -47,3 +47,17 @@ def test_the_layers_below_and_above_the_model_need_no_torch():
     words = [sys.executable, "-c", script, json.dumps(list(modules()))]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout.splitlines()[-1]) == []
+
+
+def test_commands_that_use_a_model_import_neither_the_compiler_nor_shards():
+    """Each takes one to two seconds of a core: half of what such a command takes until it begins."""
+    slow = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "sympy"]
+    script = (
+        "import json, sys\n"
+        "import bloomery.infer.generate, bloomery.serve.app, bloomery.export.layouts\n"
+        f"print(json.dumps([name for name in {slow} if name in sys.modules]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == []

@@ -136,8 +136,9 @@ def test_the_cache_continues_a_text(tmp_path: Path, pieces: tuple[int, ...]) -> 
 
 
 @torch.no_grad()
-def test_a_used_slot_begins_a_new_text(tmp_path: Path) -> None:
-    saved_reference("qwen3.5", tmp_path)
+@pytest.mark.parametrize("case", ["qwen3.5", "lfm2"])
+def test_a_used_slot_begins_a_new_text(tmp_path: Path, case: str) -> None:
+    saved_reference(case, tmp_path)
     decoder = load_decoder(tmp_path)
     first, second = torch.randint(3, 131, (2, 1, 20), generator=torch.Generator().manual_seed(3))
     cache = Cache(decoder.config, 64)

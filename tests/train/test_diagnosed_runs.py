@@ -121,6 +121,7 @@ def test_facts_of_pairs_are_not_those_of_text():
     assert (text.vocab_size, text.fresh, text.falls) == (97, True, True)
 
 
+@pytest.mark.soak
 def test_a_constant_reward_is_named_and_not_the_weights(tmp_path):
     """No advantage, no gradient: every parameter stays as it is, and no weight is at fault."""
     folder = write_recipe(tmp_path)

@@ -95,7 +95,6 @@ QUICK = {
     "1f1b": Case(),
     "interleaved": Case(mesh=INTERLEAVED),
     "tied": Case(config=TIED, sums=True),
-    "dropout": Case(config=LEARNED | DROPOUT | {"tie_embeddings": False}),
     "lora, dpo, checkpointing": Case(
         "pairs",
         sections=training(activation_checkpointing="full"),
@@ -104,19 +103,20 @@ QUICK = {
     "qlora, kto": Case(
         "kto", sections=SLOW, fields=lora() | KTO | {"quantize": Quantize(kind="nf4")}
     ),
+    "float16": Case(sections=training(precision="float16") | SLOW),
+    "compiled code": Case(sections=COMPILED),
+}
+SOAK = {
+    "dropout": Case(config=LEARNED | DROPOUT | {"tie_embeddings": False}),
     "modules to save, tied": Case(
         config=TIED, fields=lora(modules_to_save=["embed_tokens", "norms"]), sums=True
     ),
+    "average": Case(config=TIED, sections=training(ema_decay=0.3), sums=True),
     "frozen first stage, kto, one micro-batch": Case(
         "kto",
         sections=SLOW | training(micro_batch_size=8, accumulation=1),
         fields=lora(target_modules=["*.layers.3.*"], dropout=0.2) | KTO,
     ),
-    "float16": Case(sections=training(precision="float16") | SLOW),
-    "compiled code": Case(sections=COMPILED),
-    "average": Case(config=TIED, sections=training(ema_decay=0.3), sums=True),
-}
-SOAK = {
     "compiled code, tied": Case(config=TIED, sections=COMPILED, sums=True),
     "compiled code, copies": Case(mesh=COPIES, sections=COMPILED, sums=True),
     "compiled code, shards": Case(mesh=SHARDS, sections=COMPILED, sums=True),

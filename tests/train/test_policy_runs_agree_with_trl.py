@@ -304,6 +304,7 @@ def run_of(recipe: Path, run_dir: Path, *edits: str) -> Path:
     return run_dir
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_run_folder_has_the_losses_of_trl(recipe, tmp_path, name):
     """First and second passes of two rollouts."""

@@ -38,7 +38,7 @@ CASES = {
         3,
     ),
     "one pass": ([*FULL, "objective.num_iterations=1"], 0),
-    "bfloat16, averaged": ([*FULL, "train.precision=bfloat16", "train.ema_decay=0.9"], 2),
+    "bfloat16, averaged": ([*FULL, "train.precision=bfloat16", "train.ema_decay=0.9"], 0),
     "fused into backward": (
         [*FULL, "optimizer.fused_backward=true", "train.micro_batch_size=16"],
         0,

@@ -63,7 +63,9 @@ def test_an_adapter_on_a_quantized_base_is_trained_and_merged(name, quantize, pr
     with torch.no_grad():
         logits = expected(TOKENS).logits
         assert_close(opened(TOKENS).logits, logits, atol=1e-4, rtol=0)
-        assert_close(load_decoder(done.folder, dtype=torch.float32)(TOKENS).head, logits, atol=1e-4, rtol=0)
+        assert_close(
+            load_decoder(done.folder, dtype=torch.float32)(TOKENS).head, logits, atol=1e-4, rtol=0
+        )
         with expected.disable_adapter():
             assert not torch.allclose(expected(TOKENS).logits, logits, atol=1e-2)
 

@@ -434,7 +434,7 @@ def test_every_cell_is_refused_or_has_a_case() -> None:
     assert all(bool(one.reason("shard")) >= bool(one.reason("replicate")) for one in FEATURES)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("feature", "mesh", "steps", "data", "changes", "near"), CELLS)
 def test_ranks_train_as_one_does(
     folders, alone, tmp_path, feature, mesh, steps, data, changes, near

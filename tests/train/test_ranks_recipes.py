@@ -140,6 +140,7 @@ def test_a_twin_takes_the_steps_of_one_rank(name, replicate, shard, texts, tmp_p
     assert losses(several) == pytest.approx(losses(alone), rel=0, abs=1e-5)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_pipeline_has_the_losses_of_one_rank_bit_for_bit(name, texts, tmp_path) -> None:
     plan = planned(name, texts, tmp_path, 2, pipeline=2)

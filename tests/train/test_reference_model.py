@@ -98,9 +98,9 @@ def test_a_lora_run_and_one_without_divergence_need_no_copy(recipe):
 @pytest.mark.parametrize(
     "edits",
     [
-        GRPO,
-        RLOO,
         PPO,
+        pytest.param(GRPO, marks=pytest.mark.soak),
+        pytest.param(RLOO, marks=pytest.mark.soak),
         pytest.param([*PPO, "train.precision=bfloat16"], marks=pytest.mark.soak),
         pytest.param([*GRPO, "train.ema_decay=0.9"], marks=pytest.mark.soak),
         pytest.param([*RLOO, "objective.reference=nf4"], marks=pytest.mark.soak),

@@ -37,7 +37,9 @@ def alone(recipe, tmp_path_factory):
     return first_rollout(folder)
 
 
-@pytest.mark.parametrize("slots", [1, pytest.param(3, marks=pytest.mark.soak), 8])
+@pytest.mark.parametrize(
+    "slots", [8, *(pytest.param(number, marks=pytest.mark.soak) for number in (1, 3))]
+)
 def test_completions_do_not_depend_on_the_number_of_slots(
     recipe, alone, tmp_path, slots, monkeypatch
 ):
@@ -69,7 +71,7 @@ def test_completions_do_not_depend_on_the_number_of_threads(recipe, alone, tmp_p
     [
         {"replicate": 2},
         {"shard": 2},
-        {"replicate": 4},
+        pytest.param({"replicate": 4}, marks=pytest.mark.soak),
         pytest.param({"replicate": 2, "shard": 2}, marks=pytest.mark.soak),
     ],
     ids=str,
@@ -141,7 +143,7 @@ def train_until(
     return [*events, outcome]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mesh", [{}, {"replicate": 2}, {"shard": 2}], ids=str)
 @pytest.mark.parametrize("calls", [3, 5])
 def test_a_stop_in_a_rollout_makes_it_again(recipe, tmp_path, mesh, calls):
@@ -262,7 +264,9 @@ def test_a_completion_that_does_not_fit_is_named(recipe, tmp_path, monkeypatch):
         train(plan_of(recipe, *ONE_STEP), tmp_path)
 
 
-@pytest.mark.parametrize("moment", ["scores before the first step", "update"])
+@pytest.mark.parametrize(
+    "moment", ["update", pytest.param("scores before the first step", marks=pytest.mark.soak)]
+)
 def test_out_of_memory_in_training_takes_smaller_micro_batches(
     recipe, tmp_path, monkeypatch, moment
 ):

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from bloomery.core.device import accelerator_type, can
 from bloomery.data.batch import Batch, Places
@@ -15,6 +14,7 @@ from bloomery.model.adapters.lora import is_added
 from bloomery.model.attention.attend import DocumentBorders, borders_of
 from bloomery.model.decoder import Decoder, Output
 from bloomery.model.heads import Head
+from bloomery.model.io.parameters import is_sharded
 
 _AUTOCAST_PRECISIONS = ("bfloat16", "float16")  # over float32 weights
 
@@ -148,5 +148,5 @@ def eval_mode(model: Decoder) -> Iterator[None]:
         model.train(was_training)
         # FSDP2 frees the embeddings, the head and the last layer in backward, which did not happen.
         for module in (model, *model.model.layers):
-            if isinstance(module, FSDPModule):
+            if is_sharded(module):
                 module.reshard()

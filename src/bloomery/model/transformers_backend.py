@@ -14,7 +14,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 
 from bloomery.core.device import sent
@@ -22,6 +21,7 @@ from bloomery.core.errors import UserError
 from bloomery.facts.config import DocumentWay, ModelConfig, StoredBuffer, whole_model
 from bloomery.model.cache import Cache
 from bloomery.model.document_rows import DocumentGroup, document_groups
+from bloomery.model.io.parameters import is_sharded
 
 IMPLEMENTATIONS = ("sdpa", "eager")  # of attention, the better first
 MOST_NUMBERS = 4096  # of a buffer that files keep
@@ -361,7 +361,7 @@ class TransformersBackbone(nn.Module):
 
     @property
     def _is_sharded(self) -> bool:
-        return any(isinstance(layer, FSDPModule) for layer in self.layers)
+        return any(is_sharded(layer) for layer in self.layers)
 
     def _in_rows(self, tokens_BT: Tensor, documents_BT: Tensor) -> Tensor:
         """Each document by itself, several of similar lengths in a forward, padded on the right; padding becomes 0."""

@@ -4,10 +4,16 @@ FSDP2 shards parameters by rows over ranks (DTensors). A plain tensor has all ro
 """
 
 import hashlib
+import sys
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
 
 
 def stream(seed: int, name: str) -> torch.Generator:
@@ -16,14 +22,22 @@ def stream(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-def is_split(tensor: Tensor) -> bool:
+def is_sharded(module: nn.Module) -> TypeGuard["FSDPModule"]:
+    """Whether FSDP2 gathers the module's parameters before its forward."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # as in `is_split`
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def is_split(tensor: Tensor) -> "TypeIs[DTensor]":
     """Whether the tensor is sharded: this rank holds some of its rows."""
-    return isinstance(tensor, DTensor)
+    # Its module takes a second to import; where nobody has imported it, there are no shards.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's rows, sharing memory; a plain tensor itself."""
-    if not isinstance(tensor, DTensor):
+    if not is_split(tensor):
         return tensor
     rows: Tensor = tensor.to_local()
     return rows
@@ -31,7 +45,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def full(tensor: Tensor) -> Tensor:
     """The tensor with all rows: a collective over the ranks of its shards."""
-    if not isinstance(tensor, DTensor):
+    if not is_split(tensor):
         return tensor
     full_tensor: Tensor = tensor.full_tensor()
     return full_tensor
@@ -39,7 +53,7 @@ def full(tensor: Tensor) -> Tensor:
 
 def first_row(tensor: Tensor) -> int:
     """The index in the full tensor of this rank's first row. FSDP2 shards as `torch.chunk` does, the last axis."""
-    if not isinstance(tensor, DTensor):
+    if not is_split(tensor):
         return 0
     mesh = tensor.device_mesh
     rows = -(-tensor.shape[0] // mesh.size(mesh.ndim - 1))
@@ -60,7 +74,7 @@ def rows_of(num_rows: int, parameter: Tensor, *, block: int = 1) -> tuple[int, i
     The tensor has a row for each row of the parameter, or for each `block` of its numbers; no block belongs to two
     ranks.
     """
-    if not isinstance(parameter, DTensor):
+    if not is_split(parameter):
         return 0, num_rows
     start = first_row(parameter)
     local_rows = parameter.to_local()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 _is_inside = ContextVar("is_inside", default=False)
@@ -20,7 +21,8 @@ def is_inside_recomputed() -> bool:
     return _is_inside.get()
 
 
-@torch.compiler.disable(recursive=True)  # type: ignore[untyped-decorator]  # torch's
+# As `torch.compiler.disable`, which imports the compiler at once: two seconds of every command that has a decoder.
+@_disable_dynamo
 def recomputed(function: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
     """What the function makes of its inputs, which must not depend on anything else that is trained.
 
