@@ -68,7 +68,9 @@ def main() -> None:
         theirs = AutoModelForCausalLM.from_config(CONFIGS[asked.family]())
         theirs.save_pretrained(folder)
         size = sum(parameter.numel() for parameter in theirs.parameters())
-        print(f"{asked.family}, {size / 1e6:.0f}M parameters, {asked.work}, {asked.threads} threads")
+        print(
+            f"{asked.family}, {size / 1e6:.0f}M parameters, {asked.work}, {asked.threads} threads"
+        )
         del theirs
         sides = (train if asked.work == "train" else decode)(Path(folder), asked.compile)
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
@@ -77,9 +79,7 @@ def main() -> None:
             began, began_cpu = time.perf_counter(), time.process_time()
             run()
             if turn:  # the first round warms up
-                seconds[name].append(
-                    (time.perf_counter() - began, time.process_time() - began_cpu)
-                )
+                seconds[name].append((time.perf_counter() - began, time.process_time() - began_cpu))
     least = {
         name: [min(column) for column in zip(*times, strict=True)]
         for name, times in seconds.items()
@@ -89,7 +89,9 @@ def main() -> None:
         peak = f", {peaks[name] / 2**20:,.0f} MiB above what it holds" if peaks else ""
         print(f"{name:14} {wall:8.3f} s, {cpu:8.3f} s of all threads{peak}")
     ours, peer = least["bloomery"], least["transformers"]
-    print(f"ratio {peer[0] / ours[0]:.2f} by the clock, {peer[1] / ours[1]:.2f} in seconds of threads")
+    print(
+        f"ratio {peer[0] / ours[0]:.2f} by the clock, {peer[1] / ours[1]:.2f} in seconds of threads"
+    )
     if peaks:
         print(f"memory {peaks['bloomery'] / peaks['transformers']:.2f} of transformers'")
     print(f"load {os.getloadavg()[0]:.1f}, {held_bytes() / 2**20:,.0f} MiB held by both")

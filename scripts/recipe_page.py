@@ -174,9 +174,7 @@ def entries(
             if word.startswith("`") and word not in ("`true`", "`false`")
         ]
         about += f" One of {', '.join(chosen)}." if len(chosen) > 1 else ""
-        if found and (
-            isinstance(default, dict) or key in ("model", "data", "train", *HIDDEN)
-        ):
+        if found and (isinstance(default, dict) or key in ("model", "data", "train", *HIDDEN)):
             first = [
                 one
                 for one in found

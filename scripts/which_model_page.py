@@ -174,7 +174,9 @@ def rounded(value: float) -> str:
 
 def known_models() -> list[str]:
     """Models of the table whose architecture is trained here, by their number of parameters."""
-    known = [name for name in MODELS if (config := published_config(name)) and config.experts is None]
+    known = [
+        name for name in MODELS if (config := published_config(name)) and config.experts is None
+    ]
     return sorted(known, key=lambda name: parameter_count(published_config(name)))  # type: ignore[arg-type]  # known
 
 

@@ -346,6 +346,8 @@ def crash(sides: Sides) -> None:
 
 # By name: how to inject the fault, the plan that meets it, the name of the part and what is wrong there.
 NF4 = {"adapter": ALL_LINEAR, "quantize": Quantize(kind="nf4")}
+
+
 def leaking_delta_net(sides: Sides) -> None:
     """Documents of a row see each other through its state."""
 

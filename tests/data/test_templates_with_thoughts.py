@@ -190,7 +190,15 @@ def test_masks_by_hand(name: str) -> None:
 
 
 # Families with thoughts, of which TRL has a template that marks by hand what is generated.
-FAMILIES = ("deepseekv3", "glm4moe", "gptoss", "muse_glimmer", "nemotron_3_nano", "qwen3_5_think", "qwen3_8")
+FAMILIES = (
+    "deepseekv3",
+    "glm4moe",
+    "gptoss",
+    "muse_glimmer",
+    "nemotron_3_nano",
+    "qwen3_5_think",
+    "qwen3_8",
+)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -215,7 +223,9 @@ def test_masks_are_those_of_training_templates_that_write_the_same_text(name: st
             # two families before the header that the prompt ends with.
             assert their_text.endswith(our_text)
             header = their_text.removesuffix(our_text).strip()
-            assert re.fullmatch(r"(<think>(\s*</think>)?|<｜Assistant｜>|<\|start\|>assistant)?", header)
+            assert re.fullmatch(
+                r"(<think>(\s*</think>)?|<｜Assistant｜>|<\|start\|>assistant)?", header
+            )
     assert num_compared >= 1
 
 

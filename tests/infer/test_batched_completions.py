@@ -88,9 +88,7 @@ def test_a_completion_ends_with_its_stop_token_or_is_truncated():
 
 
 WIDE_STATES = STATES | {
-    "delta_net": DeltaNet(
-        num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=16
-    ),
+    "delta_net": DeltaNet(num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=16),
 }
 
 

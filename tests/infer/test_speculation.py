@@ -38,7 +38,9 @@ def test_prompt_lookup_finds_the_latest_place() -> None:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("case", ["llama3-gqa-tied", "mistral-window", "gemma3", "qwen3", "qwen3.5"])
+@pytest.mark.parametrize(
+    "case", ["llama3-gqa-tied", "mistral-window", "gemma3", "qwen3", "qwen3.5"]
+)
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_the_text_stays_the_same(case: str, temperature: float, tmp_path: Path) -> None:
     decoder, asked = (

@@ -24,7 +24,9 @@ SIZES = dict(
     tie_word_embeddings=False,
 )
 GROUP = 16
-Packed = tuple[dict[str, Tensor], Tensor]  # tensors by what follows the module's name, values [O, I]
+Packed = tuple[
+    dict[str, Tensor], Tensor
+]  # tensors by what follows the module's name, values [O, I]
 Pack = Callable[[int, int, torch.Generator], Packed]
 
 
@@ -48,7 +50,10 @@ def bit_stream(codes: list[int], bits: int) -> list[int]:
 
 
 def pack_fp8(
-    dtype: torch.dtype, block: tuple[int, int], name: str = "weight_scale_inv", scale_dtype=torch.float32
+    dtype: torch.dtype,
+    block: tuple[int, int],
+    name: str = "weight_scale_inv",
+    scale_dtype=torch.float32,
 ) -> Pack:
     def pack(outputs: int, inputs: int, random: torch.Generator) -> Packed:
         codes = torch.randn(outputs, inputs, generator=random).to(dtype)
@@ -80,7 +85,9 @@ def pack_gptq(bits: int, *, version: int = 1, ordered: bool = False) -> Pack:
             values[:, i] = (codes[i] - zeros[group]).double() * scales[group].double()
         stored_zeros = zeros - 1 if version == 1 else zeros
         tensors = {
-            "qweight": torch.tensor([bit_stream(column.tolist(), bits) for column in codes.t()]).t(),
+            "qweight": torch.tensor(
+                [bit_stream(column.tolist(), bits) for column in codes.t()]
+            ).t(),
             "qzeros": torch.tensor([bit_stream(row.tolist(), bits) for row in stored_zeros]),
             "scales": scales,
             "g_idx": of_input,
@@ -94,7 +101,16 @@ def pack_gptq(bits: int, *, version: int = 1, ordered: bool = False) -> Pack:
 
 
 def pack_awq(outputs: int, inputs: int, random: torch.Generator) -> Packed:
-    order = [0, 2, 4, 6, 1, 3, 5, 7]  # of the columns in a word, from its lowest bits on (AutoAWQ, `pack_order`)
+    order = [
+        0,
+        2,
+        4,
+        6,
+        1,
+        3,
+        5,
+        7,
+    ]  # of the columns in a word, from its lowest bits on (AutoAWQ, `pack_order`)
     codes = draw(16, (inputs, outputs), random)
     zeros = draw(16, (inputs // GROUP, outputs), random)
     scales = drawn_scales((inputs // GROUP, outputs), random, torch.float16)
@@ -132,7 +148,9 @@ def pack_ints(bits: int, *, zero_points: bool = False, ordered: bool = False) ->
             "weight_shape": torch.tensor([outputs, inputs]),
         }
         if zero_points:
-            columns = [bit_stream([zero + half for zero in row], bits) for row in zeros.t().tolist()]
+            columns = [
+                bit_stream([zero + half for zero in row], bits) for row in zeros.t().tolist()
+            ]
             tensors["weight_zero_point"] = torch.tensor(columns, dtype=torch.int32).t()
         if ordered:
             tensors["weight_g_idx"] = of_input.to(torch.int32)
@@ -158,7 +176,9 @@ def pack_nvfp4(*, divides: bool) -> Pack:
 
     def pack(outputs: int, inputs: int, random: torch.Generator) -> Packed:
         codes = draw(16, (outputs, inputs), random)
-        scales = (1 + 9 * torch.rand(outputs, inputs // 16, generator=random)).to(torch.float8_e4m3fn)
+        scales = (1 + 9 * torch.rand(outputs, inputs // 16, generator=random)).to(
+            torch.float8_e4m3fn
+        )
         whole = 512.0 if divides else 1 / 512
         values = torch.empty(outputs, inputs, dtype=torch.float64)
         for row in range(outputs):
@@ -166,7 +186,9 @@ def pack_nvfp4(*, divides: bool) -> Pack:
                 scale = float(scales[row, column // 16]) / 512
                 values[row, column] = FP4[codes[row, column]] * scale
         packed = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)
-        names = ("weight_packed", "weight_global_scale") if divides else ("weight", "weight_scale_2")
+        names = (
+            ("weight_packed", "weight_global_scale") if divides else ("weight", "weight_scale_2")
+        )
         whole_scale = torch.tensor([whole]) if divides else torch.tensor(whole)
         return {names[0]: packed, "weight_scale": scales, names[1]: whole_scale}, values
 
@@ -194,7 +216,12 @@ def pack_4bit(kind: str, *, nested: bool, storage: torch.dtype = torch.uint8) ->
         # Each block has its largest level, as quantizing makes it.
         codes[::block] = int(levels.argmax())
         scales = drawn_scales((count // block,), random)
-        state = {"quant_type": kind, "blocksize": block, "dtype": "bfloat16", "shape": [outputs, inputs]}
+        state = {
+            "quant_type": kind,
+            "blocksize": block,
+            "dtype": "bfloat16",
+            "shape": [outputs, inputs],
+        }
         tensors = {"weight.absmax": scales}
         if nested:
             outer_levels = torch.linspace(-1, 1, 256)
@@ -208,14 +235,21 @@ def pack_4bit(kind: str, *, nested: bool, storage: torch.dtype = torch.uint8) ->
                 ],
                 dtype=torch.float64,
             )
-            state |= {"nested_blocksize": outer_block, "nested_dtype": "float32", "nested_offset": offset}
+            state |= {
+                "nested_blocksize": outer_block,
+                "nested_dtype": "float32",
+                "nested_offset": offset,
+            }
             tensors = {
                 "weight.absmax": bytes_,
                 "weight.nested_absmax": outer,
                 "weight.nested_quant_map": outer_levels,
             }
         values = torch.tensor(
-            [float(levels[code]) * float(scales[index // block]) for index, code in enumerate(codes.tolist())],
+            [
+                float(levels[code]) * float(scales[index // block])
+                for index, code in enumerate(codes.tolist())
+            ],
             dtype=torch.float64,
         )
         packed = (codes[0::2] << 4 | codes[1::2]).to(torch.uint8).view(storage).view(-1, 1)

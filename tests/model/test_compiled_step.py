@@ -176,9 +176,7 @@ def test_a_state_goes_from_one_way_of_computing_to_the_other_and_begins_anew(
         assert_close(past.read([ids], 1)[0], expected[end - 1], atol=2e-4, rtol=1e-4)
     assert past.reuse(second, 40, slot=1) == second
     logits = torch.cat([past.read([second[at : at + 20]], 1) for at in (0, 20)])
-    assert_close(
-        logits, decoder(torch.tensor([second])).head[0, [19, 39]], atol=2e-4, rtol=1e-4
-    )
+    assert_close(logits, decoder(torch.tensor([second])).head[0, [19, 39]], atol=2e-4, rtol=1e-4)
 
 
 @torch.no_grad()

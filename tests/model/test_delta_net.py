@@ -192,4 +192,6 @@ def test_backward_keeps_the_projections_alone(tmp_path: Path) -> None:
     sizes = mixer.sizes
     projected = 2 * sizes.key_width + 2 * sizes.value_width + 2 * sizes.num_value_heads
     width = decoder.config.hidden_size + projected + sizes.value_width
-    assert sum(size for pointer, size in kept.items() if pointer not in parameters) == 4 * 200 * width
+    assert (
+        sum(size for pointer, size in kept.items() if pointer not in parameters) == 4 * 200 * width
+    )

@@ -60,7 +60,8 @@ def test_backward_keeps_only_the_input_the_gain_and_a_number_per_row() -> None:
 
 
 @pytest.mark.parametrize(
-    "norm", [RMSNorm(16, 1e-6, unit_offset=False), LayerNorm(16, 1e-6, bias=True, unit_offset=False)]
+    "norm",
+    [RMSNorm(16, 1e-6, unit_offset=False), LayerNorm(16, 1e-6, bias=True, unit_offset=False)],
 )
 def test_autocast_returns_the_dtype_of_the_next_matrix(norm: torch.nn.Module) -> None:
     torch.nn.init.ones_(norm.weight)

@@ -242,7 +242,9 @@ def test_a_null_base_says_that_nothing_rotates(keys: dict, rotates: bool) -> Non
     raw_config.pop("rope_parameters")
     theirs = transformers.OlmoHybridConfig(**raw_config, **keys)
     assert (theirs.rope_parameters["rope_theta"] is not None) == rotates
-    config = config_from_hf(json.loads(json.dumps(raw_config | keys | {"model_type": "olmo_hybrid"})))
+    config = config_from_hf(
+        json.loads(json.dumps(raw_config | keys | {"model_type": "olmo_hybrid"}))
+    )
     assert (config.rotary_layers == ()) == rotates
 
 

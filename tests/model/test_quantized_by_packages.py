@@ -12,7 +12,9 @@ from bloomery.model.io.safetensors import TensorReader
 from bloomery.model.io.stored import find_tensors
 
 
-def read(folder: Path, tensors: dict[str, Tensor], settings: dict, dtype: str = "float32") -> Tensor:
+def read(
+    folder: Path, tensors: dict[str, Tensor], settings: dict, dtype: str = "float32"
+) -> Tensor:
     stored = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     save_file(stored, folder / "model.safetensors")
     config = {"dtype": dtype, "quantization_config": settings}

@@ -30,7 +30,9 @@ def test_transformers_leak_is_what_a_convolution_over_borders_computes(
     their_model.double()
     decoder = load_decoder(tmp_path, attention="mask").double()
     rows = documents((15, 25))
-    theirs = their_model(torch.cat(rows, 1), position_ids=positions_of(rows), use_cache=False).logits
+    theirs = their_model(
+        torch.cat(rows, 1), position_ids=positions_of(rows), use_cache=False
+    ).logits
     alone = torch.cat([their_model(row).logits for row in rows], 1)
     leak = (theirs - alone).abs().amax((0, 2))
     assert float(leak[:15].max()) < 1e-6  # its norms are float32
@@ -73,9 +75,7 @@ def test_an_unknown_kind_of_layer_is_refused() -> None:
 
 
 def test_a_new_model_has_the_mlp_it_asks_for_and_convolutions() -> None:
-    model = Model(
-        family="lfm2", hidden_size=64, intermediate_size=100, num_layers=6, num_heads=4
-    )
+    model = Model(family="lfm2", hidden_size=64, intermediate_size=100, num_layers=6, num_heads=4)
     config = build_config(model, vocab_size=300)
     assert config.intermediate_size == 100
     assert [mixer == "attention" for mixer in config.mixers] == [False, False, True] * 2

@@ -178,10 +178,7 @@ CASES: dict[str, tuple[str, dict]] = {
     "granite": ("Granite", SMALL | GRANITE | dict(attention_bias=True)),
     "granite4": (
         "GraniteMoeHybrid",
-        SMALL
-        | GRANITE
-        | GRANITE4
-        | dict(position_embedding_type="rope", tie_word_embeddings=True),
+        SMALL | GRANITE | GRANITE4 | dict(position_embedding_type="rope", tie_word_embeddings=True),
     ),
     "granite4-unrotated": ("GraniteMoeHybrid", SMALL | GRANITE | GRANITE4),
     "lfm2": ("Lfm2", SMALL | dict(layer_types=["conv", "full_attention", "conv", "conv"])),

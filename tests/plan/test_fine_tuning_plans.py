@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from plan_help import gpu_machine, planned, reported
+from plan_help import gpu_machine, machine, planned, reported
 
 from bloomery.core.units import GIB
 from bloomery.hardware.calibration import Point
@@ -98,12 +98,13 @@ def test_a_reference_costs_a_forward_and_half_learned_text_half_the_head():
 
 
 def test_what_does_not_fit_is_told_with_edits_of_fine_tuning():
-    report = reported(load_recipe("qwen2.5-3b-lora"), gpu_machine("RX 6700 XT"))
+    length = "data.sequence_length=8192"
+    report = reported(load_recipe("qwen2.5-3b-lora", (length,)), gpu_machine("RX 6700 XT"))
     assert not report.plan.fits
     edits = [fix.edit for fix in report.suggestions if fix.fit != "does not fit"]
-    assert {"quantize.kind=nf4", "data.sequence_length=2048"} <= set(edits)
+    assert {"quantize.kind=nf4", "data.sequence_length=4096"} <= set(edits)
     for edit in edits:
-        assert plan_of("qwen2.5-3b-lora", "RX 6700 XT", edit).fits
+        assert plan_of("qwen2.5-3b-lora", "RX 6700 XT", length, edit).fits
 
 
 def test_the_base_model_may_get_an_adapter_where_all_of_it_does_not_fit():
@@ -127,10 +128,30 @@ def test_an_unusual_way_is_told_from_a_usual_one():
     assert dpo != reward
 
 
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [("qwen3.5-4b-qlora", 256), ("granite4-micro-lora", 512), ("olmo3-7b-qlora", 512)],
+)
+def test_where_memory_is_short_a_larger_vocabulary_has_smaller_chunks_of_logits(name, tokens):
+    """248,320, 100,352 and 100,278 entries: the largest power of two of tokens with at most 2^26 logits."""
+    plan = plan_of(name, "RX 6700 XT", "train.micro_batch_size=1")
+    assert plan.model.score_chunk == tokens
+    vocabulary = plan.model.config.vocab_size
+    assert tokens * vocabulary <= 2**26 < 2 * tokens * vocabulary
+    roomy = plan_of(name, "MI300X", "train.micro_batch_size=1")
+    assert roomy.model.score_chunk == roomy.data.sequence_length
+
+
+def test_a_cpu_scores_tiles_of_the_vocabulary_and_needs_no_smaller_chunks():
+    where = machine(free_gib=1)
+    plan = planned(load_recipe("qwen3.5-0.8b-lora", ("data.sequence_length=2048",)), where)
+    assert not plan.fits and plan.model.score_chunk == 1024
+
+
 def test_out_of_memory_with_one_sequence_first_takes_smaller_chunks_of_logits():
     """The cheapest change for a large vocabulary: it saves what none of the others has to give."""
-    loaded = load_recipe("qwen2.5-7b-qlora")
-    where = gpu_machine("RX 6700 XT")
+    loaded = load_recipe("qwen2.5-7b-qlora", ("train.micro_batch_size=1",))
+    where = gpu_machine("RX 6800")
     facts = facts_of(loaded, where)
     plan = resolve(loaded, facts)
     assert (plan.train.micro_batch_size, plan.model.score_chunk) == (1, 1024)

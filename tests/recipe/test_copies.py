@@ -32,7 +32,13 @@ NAMES = {
     "me/Something-else-Q4_K_M-GGUF": (None, "none"),
     "me/Something-AWQ": (None, "nf4"),
 }
-PLAIN = ("Qwen/Qwen3-8B", "google/gemma-3-4b-it", "./models/x-GGUF/y/z", "openai/gpt-oss-20b", "me/4bit")
+PLAIN = (
+    "Qwen/Qwen3-8B",
+    "google/gemma-3-4b-it",
+    "./models/x-GGUF/y/z",
+    "openai/gpt-oss-20b",
+    "me/4bit",
+)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -27,9 +27,7 @@ FAMILIES = ("qwen3_5_text", "lfm2", "olmo_hybrid")
 QUICK = {("qwen3_5_text", "recomputed"), ("qwen3_5_text", "LoRA"), ("lfm2", "LoRA")}
 
 
-@pytest.mark.parametrize(
-    ("family", "case"), some([(f, c) for f in FAMILIES for c in CASES], QUICK)
-)
+@pytest.mark.parametrize(("family", "case"), some([(f, c) for f in FAMILIES for c in CASES], QUICK))
 def test_shapes_fake_tensors_and_measured_bytes_agree(family: str, case: str) -> None:
     plan = small_plan(family, **({"sizes": SIZES, "rows": 2} | CASES[case]))
     real = measured(plan)

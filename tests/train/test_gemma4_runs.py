@@ -113,9 +113,7 @@ def test_completions_are_sampled_and_rewarded(prepared, tmp_path) -> None:
     prompts = write_prompts(tmp_path)
     objective = Grpo(kind="grpo", num_generations=2, max_completion_length=8)
     rewards = (VerifierReward(verifier="length", max_characters=6),)
-    run = train(
-        plan_of(prompts, steps=2, objective=objective, rewards=rewards), tmp_path / "run"
-    )
+    run = train(plan_of(prompts, steps=2, objective=objective, rewards=rewards), tmp_path / "run")
     assert losses(run).keys() == {1, 2}
 
 

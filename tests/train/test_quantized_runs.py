@@ -114,7 +114,9 @@ def parts_on_rank(plan_json: str) -> dict[str, list[str]]:
     plan = RunPlan.model_validate_json(plan_json)
     model = build_state(plan, mesh=join(plan.train)).model_and_optimizer.model
     return {
-        name: [local(part.detach()).cpu().view(torch.uint8).numpy().tobytes().hex() for part in parts]
+        name: [
+            local(part.detach()).cpu().view(torch.uint8).numpy().tobytes().hex() for part in parts
+        ]
         for name, weight in quantized_weights(model)
         for parts in [(weight.codes, weight.scales)]
     }

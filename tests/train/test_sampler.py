@@ -65,7 +65,9 @@ def test_completions_do_not_depend_on_the_number_of_threads(recipe, alone, tmp_p
     assert first_rollout(tmp_path) == alone
 
 
-@pytest.mark.cpu_only("the step that computes rows alike, whatever their number, is compiled for it")
+@pytest.mark.cpu_only(
+    "the step that computes rows alike, whatever their number, is compiled for it"
+)
 @pytest.mark.parametrize(
     "mesh",
     [

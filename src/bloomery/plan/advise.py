@@ -28,7 +28,7 @@ from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile, build_profile
 from bloomery.hardware.vendors import VENDORS
 from bloomery.plan import mesh, unsupported
-from bloomery.plan.batch import SMALL_CHUNK, Measure
+from bloomery.plan.batch import Measure, small_chunk
 from bloomery.plan.checkpoints import checkpoint_bytes, interval_text, kill_cost, planned_save
 from bloomery.plan.choices import ineffective_settings, reference_of, teacher_of
 from bloomery.plan.estimate.measured import StepEstimator
@@ -436,7 +436,7 @@ def _longest(step: StepShape, measure: Measure) -> MaxLength:
             micro_batch_size=1,
             checkpointing=checkpointing,
         )
-        return measure(replace(row, score_chunk=min(SMALL_CHUNK, length))).fits
+        return measure(replace(row, score_chunk=min(small_chunk(row), length))).fits
 
     def search(checkpointing: str) -> int:
         return STEP * bisect_left(

@@ -19,7 +19,10 @@ TOKENS_PER_PARAMETER = 20  # Hoffmann et al., arXiv:2203.15556
 TUNING_TOKENS = 65_536
 EPOCH_STEPS = 32  # at least, where the dataset allows: AdamW needs about three epochs of them
 CPU_TOKENS = 2048  # of a micro-batch: measured, larger ones are no faster and hold more
-SMALL_CHUNK = 1024  # tokens of a chunk of logits: matmuls are not faster in larger chunks
+# Tokens of a chunk of logits. Matmuls are not faster above the first, and hardly slower down to the second.
+LARGEST_CHUNK = 1024
+SMALLEST_CHUNK = 256
+CHUNK_LOGITS = 2**26  # of a small chunk: 128 MiB in bfloat16
 ONE_CHUNK_SHARE = 0.8  # of the limit, under which all logits of a micro-batch may exist at once
 # Of the fastest micro-batch's time: the estimate does not tell two apart that differ by less.
 SAME_TIME = 1.01
@@ -160,7 +163,7 @@ def choose_micro_batching(
             accumulating=not step.mode.fused_backward and sequences < sequences_per_step,
             micro_batch_size=sequences,
             checkpointing=mode,
-            score_chunk=min(SMALL_CHUNK, tokens),
+            score_chunk=min(small_chunk(step), tokens),
         )
 
     # The first kind of checkpointing under which anything fits, with its sizes that do, largest first.
@@ -224,18 +227,37 @@ def choose_micro_batching(
     )
 
 
+def small_chunk(step: StepShape) -> int:
+    """Tokens of a chunk of logits where memory is short: a power of two, the fewer the larger the vocabulary.
+
+    A CPU holds the logits of one tile of it at a time.
+    """
+    outputs_at_once = step.head_outputs if step.on_gpu else min(step.head_outputs, CPU_TILE)
+    tokens = max(1, CHUNK_LOGITS // max(1, outputs_at_once))
+    return min(LARGEST_CHUNK, max(SMALLEST_CHUNK, 2 ** (tokens.bit_length() - 1)))
+
+
 def _with_logits(step: StepShape, measure: Measure) -> tuple[StepShape, Choice[int]]:
-    """The step with all logits of a micro-batch at once where they fit, and why."""
+    """The step with all logits of a micro-batch at once where they fit, else in the largest chunks that do; and why."""
     tokens = step.tokens_per_micro_batch
     one_chunk_step = replace(step, score_chunk=tokens)
-    memory = measure(one_chunk_step)
-    if tokens > SMALL_CHUNK and memory.total > ONE_CHUNK_SHARE * memory.limit:
+    if tokens <= step.score_chunk or _has_room(measure(one_chunk_step)):
+        reason = "all logits of a micro-batch fit, and are kept for backward"
+        if not keeps_logits(one_chunk_step):
+            reason = (
+                f"all tokens by {CPU_TILE:,} entries of the vocabulary, which a CPU's caches hold"
+            )
+        return one_chunk_step, Choice(tokens, reason)
+    largest_step = replace(step, score_chunk=min(LARGEST_CHUNK, tokens))
+    if step.score_chunk == LARGEST_CHUNK or _has_room(measure(largest_step)):
         reason = "all logits together would take too much memory; larger chunks are not faster"
-        return step, Choice(step.score_chunk, reason)
-    reason = "all logits of a micro-batch fit, and are kept for backward"
-    if not keeps_logits(one_chunk_step):
-        reason = f"all tokens by {CPU_TILE:,} entries of the vocabulary, which a CPU's caches hold"
-    return one_chunk_step, Choice(tokens, reason)
+        return largest_step, Choice(largest_step.score_chunk, reason)
+    reason = f"memory is short, and each token has {step.head_outputs:,} logits"
+    return step, Choice(step.score_chunk, reason)
+
+
+def _has_room(memory: MemoryEstimate) -> bool:
+    return memory.total <= ONE_CHUNK_SHARE * memory.limit
 
 
 def _sizes(train: Train, step: StepShape, sequences_per_step: int, any_divisor: bool) -> list[int]:

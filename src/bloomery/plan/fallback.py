@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import final
 
 from bloomery.facts.optimizers import OPTIMIZERS
+from bloomery.plan.batch import SMALLEST_CHUNK
 from bloomery.plan.types import Decision, RunPlan
 
-SMALLEST_CHUNK = 256  # tokens whose logits exist together: as exact, and matmuls are hardly slower
 LOGITS_SHARE = 0.02  # of the planned memory, below which smaller chunks of logits are no help
 MOST_HALVINGS = 3  # of the learning rate: a run that diverges at an eighth of it has another cause
 

@@ -431,7 +431,7 @@ def step_shape(
         attention=attention,
         checkpointing="none",
         compiled=False,
-        score_chunk=batch.SMALL_CHUNK,
+        score_chunk=batch.LARGEST_CHUNK,
         context_bytes=arch.context_mib * MIB if arch else 0.0,
         on_gpu=profile.accelerator is not None,
         expandable=any("expandable_segments:True" in value for value in environment.values()),
