@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bloomery.bench import rig
 from bloomery.bench.gpu_check import kernels, ranks, speed, supervise, use
 from bloomery.bench.gpu_check.child import PartJob
 from bloomery.bench.gpu_check.parts import PARTS, chosen_parts, limits
@@ -38,6 +39,7 @@ from bloomery.hardware.profile import with_gpu
 from bloomery.hardware.specs import find_gpu
 from bloomery.model.attention import tiles
 from bloomery.model.attention.tiles import KERNELS, tile_candidates, tile_shape
+from bloomery.train.state import build_state
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "scripts"))
@@ -390,6 +392,23 @@ def test_a_slow_card_takes_shorter_sequences_and_a_small_one_skips(tmp_path, mon
     assert lengths == {"RTX 4090": 2048, "RX 6700 XT": 512}
     (row,) = speed.full(job)
     assert row.outcome == "skipped" and "the card has 12.0" in row.message
+
+
+def test_weights_that_a_measurement_draws_are_those_of_its_own_model(tmp_path, monkeypatch):
+    """A model that the same process builds later has the weights that it would have had alone."""
+    monkeypatch.setattr(rig, "bound_memory", lambda _limit: None)  # of this process, for good
+    job = PartJob(tiny=True, folder=tmp_path, device="cpu", seconds=60.0, begin=silent)
+    plan = speed.capped_plan("qlora", job)
+    before = build_state(plan).model.state_dict()
+    losses = []
+    for _ in range(2):
+        (row,) = speed.qlora(job)
+        assert row.outcome == "ok"
+        losses.append((row.numbers["loss_before"], row.numbers["loss_after"]))
+    after = build_state(plan).model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert losses[0] == losses[1]  # drawn in place, and yet from the seed
 
 
 # The page, and the door for a clone

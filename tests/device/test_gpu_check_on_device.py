@@ -34,7 +34,11 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     place = Path.cwd()
+    variables = dict(os.environ)
     yield
+    # A part sets the variables of its plan in its process, which here is that of the tests.
+    os.environ.clear()
+    os.environ.update(variables)
     simulated.faulty("", 1.0)
     simulated.problem_is_error(True)
     # The part out-of-memory caps the allocator of its process.

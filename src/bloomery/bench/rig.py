@@ -15,7 +15,9 @@ from bloomery.core.units import GIB
 from bloomery.data.batch import Batch
 from bloomery.data.loader import Loader
 from bloomery.data.order import Cursor
+from bloomery.model.io.weights import init_weights
 from bloomery.plan.types import RunPlan
+from bloomery.train.checkpoint.checkpointed_model import DrawWeights
 from bloomery.train.diagnostics.step_health import core_wait_seconds
 from bloomery.train.kernels import fastest_tiles_of, tile_workload, use_tiles
 from bloomery.train.objectives.build import build_objective, with_text_structure
@@ -35,7 +37,9 @@ LEARNING_STEPS = 5
 LEARNING_LR_SCALE = 0.1
 
 
-def measure(job: Mapping[str, Any], *, on_phase: Callable[[str], None]) -> dict[str, Any]:
+def measure(
+    job: Mapping[str, Any], *, on_phase: Callable[[str], None], draw: DrawWeights = init_weights
+) -> dict[str, Any]:
     """A step with the longest documents for the peak, then timed steps with the run's dataset where it is prepared.
 
     With `job["learns"]` also a few steps on one micro-batch, to see its loss fall. Raises torch's out-of-memory errors,
@@ -46,7 +50,7 @@ def measure(job: Mapping[str, Any], *, on_phase: Callable[[str], None]) -> dict[
     if plan.train.device == "cpu":
         bound_memory(plan.memory.limit)
     on_phase("building the model")
-    rig = Rig(plan)
+    rig = Rig(plan, draw)
 
     # The longest documents come first: they need the most memory that a step of this run can need.
     num_batches = min(2, plan.train.accumulation)
@@ -93,9 +97,9 @@ def measure(job: Mapping[str, Any], *, on_phase: Callable[[str], None]) -> dict[
 class Rig:
     """The objects of a training step."""
 
-    def __init__(self, plan: RunPlan) -> None:
+    def __init__(self, plan: RunPlan, draw: DrawWeights = init_weights) -> None:
         self._plan = plan.train
-        self._model_and_optimizer = build_state(plan).model_and_optimizer
+        self._model_and_optimizer = build_state(plan, draw=draw).model_and_optimizer
         self._objective = build_objective(plan)
         if plan.model.attention == "triton":
             workload = tile_workload(plan.model, plan.train, plan.data)

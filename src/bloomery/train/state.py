@@ -16,7 +16,7 @@ from bloomery.model.adapters.lora import adapt
 from bloomery.model.adapters.peft_methods import PeftAdapter, method_config
 from bloomery.model.adapters.settings import Base, adaptation, base_of
 from bloomery.model.decoder import VALUE_HEAD, Decoder
-from bloomery.model.io.weights import quantize_model
+from bloomery.model.io.weights import init_weights, quantize_model
 from bloomery.parallel.apply import apply
 from bloomery.parallel.context import HeadExchange
 from bloomery.parallel.fsdp import apply_fsdp
@@ -28,6 +28,7 @@ from bloomery.plan.types import RunPlan, TrainPlan
 from bloomery.recipe.schema import Lora, NoAdapter, Peft
 from bloomery.train.checkpoint.checkpointed_model import (
     CheckpointedModel,
+    DrawWeights,
     FullWeights,
     InitialWeights,
     LoraWeights,
@@ -179,11 +180,12 @@ def build_state(
     resume_from: Path | None = None,
     run_dir: Path | None = None,
     mesh: Mesh = SINGLE_RANK,
+    draw: DrawWeights = init_weights,
 ) -> TrainState:
     """The state before the first step, or of a checkpoint: built on the meta device, sharded there, filled in place.
 
-    Raises UserError for a checkpoint of another model, and for an adapter whose base model differs from the one it was
-    trained on or the run in `run_dir` started with.
+    `draw` makes random weights. Raises UserError for a checkpoint of another model, and for an adapter whose base model
+    differs from the one it was trained on or the run in `run_dir` started with.
     """
     train = plan.train
     model = empty_model(plan)
@@ -216,7 +218,7 @@ def build_state(
         model.model.adds_rows = embedding.requires_grad and embedding.dtype == torch.float32
 
     # An adapter names its base model, and a resumed run refuses another one.
-    initial = InitialWeights(plan.model.source, train.seed, plan.model.new_ids, run_dir, mesh)
+    initial = InitialWeights(plan.model.source, train.seed, plan.model.new_ids, run_dir, mesh, draw)
     adapts = not isinstance(plan.adapter, NoAdapter)
     base = None
     if adapts and initial.source is not None:

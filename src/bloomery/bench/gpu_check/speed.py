@@ -22,7 +22,6 @@ from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import quantized_weights
 from bloomery.plan.resolve import child_environment
 from bloomery.plan.types import RunPlan
-from bloomery.train.checkpoint.checkpointed_model import InitialWeights
 
 TARGETS = {"full": 22.0, "lora": 17.0, "qlora": 7.5}  # GiB
 RECIPES = {"full": "llama2-7b-full-24gb", "lora": "llama3.1-8b-lora", "qlora": "llama3.1-8b-lora"}
@@ -104,8 +103,6 @@ def _measured_row(method: str, job: PartJob) -> Row:
         message = f"needs {plan.memory.total / GIB:.1f} GiB, the card has {card_bytes / GIB:.1f}"
         return Row(case=method, outcome="skipped", message=message)
     os.environ.update(child_environment(plan, os.environ))
-    # The seeded draw of 8 billion numbers on the processor would take the whole time.
-    InitialWeights.fill = draw_in_place  # type: ignore[assignment,method-assign]
     measurement = rig.measure(
         {
             "plan": plan.model_dump(mode="json"),
@@ -114,6 +111,8 @@ def _measured_row(method: str, job: PartJob) -> Row:
             "learns": True,
         },
         on_phase=lambda phase: job.begin(f"{method}: {phase}"),
+        # On the processor, as a run draws them, 8 billion numbers would take the whole time.
+        draw=draw_in_place,
     )
     step_seconds = statistics.median(measurement["step_seconds"])
     on_gpu = is_accelerator(plan.train.device)
@@ -149,9 +148,11 @@ def _measured_row(method: str, job: PartJob) -> Row:
     return Row(case=method, message="" if job.tiny else PUBLISHED[method], numbers=numbers)
 
 
-def draw_in_place(_start: InitialWeights, model: Decoder) -> None:
+def draw_in_place(model: Decoder, seed: int) -> None:
     """Random weights, drawn where they lie and in pieces: their sizes and places matter, and their numbers do not."""
     std = model.config.initializer_range
+    device = model.model.embed_tokens.weight.device
+    generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if is_added(name):
@@ -161,13 +162,14 @@ def draw_in_place(_start: InitialWeights, model: Decoder) -> None:
             elif parameter.ndim == 1:
                 parameter.fill_(1.0)
             else:
-                parameter.normal_(0.0, std)
+                parameter.normal_(0.0, std, generator=generator)
         for name, weight in quantized_weights(model):
-            weight.fill(_pieces(weight, std), name=name)
+            weight.fill(_pieces(weight, std, generator), name=name)
 
 
-def _pieces(weight: Any, std: float) -> Iterator[torch.Tensor]:
+def _pieces(weight: Any, std: float, generator: torch.Generator) -> Iterator[torch.Tensor]:
     rows = math.ceil(512 / weight.rows_at_once) * weight.rows_at_once
     for first in range(0, weight.outputs, rows):
         shape = min(rows, weight.outputs - first), weight.inputs
-        yield torch.empty(shape, device=weight.codes.device).normal_(0.0, std)
+        pieces = torch.empty(shape, device=generator.device)
+        yield pieces.normal_(0.0, std, generator=generator)

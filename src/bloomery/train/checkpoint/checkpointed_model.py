@@ -1,6 +1,6 @@
 """How the weights of a model go into checkpoints and come back: all of them, LoRA matrices, or a method of PEFT."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, final
@@ -20,6 +20,9 @@ from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.store import note_model
 from bloomery.train.checkpoint.rank_writers import PartLayout
 from bloomery.train.checkpoint.saver import ModelWriter, Parts, read_part, read_state
+
+# Draws all weights of a model that has none, from a seed.
+DrawWeights = Callable[[Decoder, int], None]
 
 METHOD = "method"  # part and state key of what a PEFT method needs to resume
 
@@ -65,13 +68,14 @@ def shared_damage(mesh: Mesh, folder: Path) -> str | None:
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """The weights before the first step: a folder's, with new embeddings for `new_ids`, or random ones."""
+    """The weights before the first step: a folder's, with new embeddings for `new_ids`, or random ones of `draw`."""
 
     source: Path | None
     seed: int
     new_ids: tuple[int, ...] = ()
     run_dir: Path | None = None
     mesh: Mesh = SINGLE_RANK
+    draw: DrawWeights = init_weights
 
     def fill(self, model: Decoder) -> None:
         """Raises UserError when the folder is damaged or its weights changed since the run in `run_dir` started.
@@ -79,7 +83,7 @@ class InitialWeights:
         Every rank of the mesh takes part.
         """
         if self.source is None:
-            init_weights(model, self.seed)
+            self.draw(model, self.seed)
             return
         problem = None
         if self.mesh.any_rank((self.source / MANIFEST).is_file()):
