@@ -83,7 +83,16 @@ GEMMA4 = SMALL | dict(
     layer_types=["sliding_attention", "full_attention"] * 3,
 )
 # name -> (prefix of transformers' classes, settings of its config)
+MIXTURE = SMALL | dict(intermediate_size=24, num_experts_per_tok=2)
 CASES: dict[str, tuple[str, dict]] = {
+    "qwen3-moe": (
+        "Qwen3Moe",
+        MIXTURE
+        | dict(num_experts=8, moe_intermediate_size=16, norm_topk_prob=True, head_dim=16)
+        | dict(mlp_only_layers=[1], intermediate_size=80),
+    ),
+    "mixtral": ("Mixtral", MIXTURE | dict(num_local_experts=4)),
+    "olmoe": ("Olmoe", MIXTURE | dict(num_experts=8, num_experts_per_tok=3)),
     "gpt2": ("GPT2", GPT2),
     "gpt2-erf-wide": (
         "GPT2",

@@ -227,9 +227,6 @@ def simulated(plan: "RunPlan", machine: "Machine") -> "SimulationResult":
     """The memory of the plan's step, simulated on meta tensors. Raises UserError."""
     from bloomery.simulate.run import SimulationResult, simulate
 
-    if plan.model.config.experts is not None:
-        problem = "cannot simulate a mixture of experts: it is planned, not trained"
-        raise UserError(problem, where="--simulate", fix="remove --simulate", code=2)
     if plan.model.config.transformers_backend is not None:
         problem = "cannot simulate transformers layers: they do not run on meta tensors"
         raise UserError(problem, where="--simulate", fix="remove --simulate", code=2)

@@ -84,15 +84,39 @@ class TransformersBackend:
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """A mixture of experts in place of each MLP. It is planned and not trained: no code computes it.
+    """A mixture of experts in place of an MLP: a router chooses `per_token` of `count` MLPs of `width` for each token.
 
-    `per_token` of `count` gated MLPs compute each token. `bias`: of each expert and of the router, as in GPT-OSS.
+    The router's logits become scores, by a softmax over all experts or a sigmoid of each; those of the chosen ones are
+    the weights of their sum. `softmax_of_chosen`: the logits choose, and the softmax is over the chosen ones alone.
+    `normalize`: the weights are divided by their sum plus `least_sum`. `weight_scale` multiplies them. `choice_bias`: a
+    stored number of each expert is added to its score for the choice alone (arXiv:2408.15664). `groups`: experts are
+    chosen from the `groups_per_token` best of so many equal groups; a group is as good as its best expert, or as its
+    `best_of_group` best together.
+
+    `bias`: of each expert and of the router. `clamp`: of gate and up as in gpt-oss, with its activation.
+    `shared_width`: of an MLP that computes every token, too; `shared_gate`: the sigmoid of a linear map of the token
+    multiplies it. `layers`: which layers have experts, the others an MLP; empty: all. `balance`: the coefficient of the
+    loss that evens their load, as the config states it; 0: none.
     """
 
     count: int
     per_token: int
     width: int
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    softmax_of_chosen: bool = False
+    normalize: bool = False
+    least_sum: float = 0.0
+    weight_scale: float = 1.0
+    choice_bias: bool = False
+    groups: int = 1
+    groups_per_token: int = 1
+    best_of_group: int = 1
     bias: bool = False
+    clamp: float | None = None
+    shared_width: int = 0
+    shared_gate: bool = False
+    layers: tuple[bool, ...] = ()
+    balance: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +231,7 @@ class ModelConfig:
     # A stored number, which is not trained, multiplies what leaves a layer.
     layer_scalar: bool = False
     tie_embeddings: bool = False
-    # then intermediate_size is the width of those that a token meets
+    # in place of the MLP; `intermediate_size` is the width of the layers without
     experts: Experts | None = None
     # what is made of the last hidden states: logits, or one number each
     head: Literal["tokens", "values"] = "tokens"
@@ -298,9 +322,28 @@ def checked_config(config: ModelConfig, *, where: str) -> ModelConfig:
             f"{delta_net.num_value_heads} value heads of the delta net do not divide among"
             f" {delta_net.num_key_heads} key heads"
         )
+    problem = problem or _expert_problem(config)
     if problem:
         raise UserError(problem, where=where, fix="change one of the two values")
     return config
+
+
+def _expert_problem(config: ModelConfig) -> str | None:
+    experts = config.experts
+    if experts is None:
+        return None
+    if experts.per_token > experts.count:
+        return f"a token meets {experts.per_token} experts, and there are {experts.count}"
+    if experts.count % experts.groups:
+        return f"{experts.count} experts do not divide among {experts.groups} groups"
+    if experts.layers and len(experts.layers) != config.num_layers:
+        return (
+            f"{len(experts.layers)} entries of layers with experts, for {config.num_layers} layers"
+        )
+    open_experts = experts.count // experts.groups * experts.groups_per_token
+    if experts.groups_per_token > experts.groups or open_experts < experts.per_token:
+        return f"{experts.groups_per_token} of {experts.groups} groups have no {experts.per_token} experts"
+    return None
 
 
 def _sharing_problem(config: ModelConfig) -> str | None:

@@ -43,6 +43,12 @@ BLOCK_NORMS: Mapping[NormPlacement, tuple[str, ...]] = MappingProxyType(
         "shared": ("input_layernorm",),
     }
 )
+ROUTER = "mlp.gate.weight"
+CHOICE_BIAS = "e_score_correction_bias"  # of the router, by the name that DeepSeek gave it
+EXPERT_STACKS = tuple(
+    f"mlp.experts.{stack}"
+    for stack in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+)
 DELTA_CHUNK = 64  # tokens that a delta net computes at once; transformers and flash-linear-attention have as many
 STATE_BYTES = 4  # of a number of a delta net's state, which is float32 in every precision
 
@@ -80,10 +86,10 @@ class Layer:
     """One layer of a model. No code that reads it may assume that all layers are alike.
 
     `shapes`: its parameters by their names inside it, in the order of `Block.named_parameters`. `intermediate_size`:
-    the width of its MLP, or of the experts that one token meets. `window`: how many keys, itself included, a query
-    sees; None: all of them. `rotation`: None where positions do not turn its heads. A layer with another mixer than
-    attention has no heads, and `delta_net` or `short_convolution`. `keys_of`: the earlier layer whose keys and values
-    it uses, in place of own ones; that layer `lends_keys`. `keys_are_values`: as in ModelConfig.
+    the width of its MLP, or of the `experts` that one token meets, the shared one included. `window`: how many keys,
+    itself included, a query sees; None: all of them. `rotation`: None where positions do not turn its heads. A layer
+    with another mixer than attention has no heads, and `delta_net` or `short_convolution`. `keys_of`: the earlier layer
+    whose keys and values it uses, in place of own ones; that layer `lends_keys`. `keys_are_values`: as in ModelConfig.
     """
 
     number: int
@@ -106,9 +112,7 @@ class Layer:
     per_layer_input_size: int = 0
     delta_net: DeltaNet | None = None
     short_convolution: ShortConvolution | None = None
-    idle_parameters: int = 0  # of the experts that a token does not meet
-    expert_share: float = 1.0  # of the experts, how many a token meets
-    expert_products: int = 0  # multiply-adds of a token in its experts and their router
+    experts: Experts | None = None  # in place of an MLP
 
     @property
     def name(self) -> str:
@@ -167,6 +171,32 @@ class Layer:
         return 1.0 * DELTA_CHUNK * widths * _padded(sequence_length)
 
     @property
+    def expert_share(self) -> float:
+        """Of its experts, how many a token meets."""
+        return 1.0 if self.experts is None else self.experts.per_token / self.experts.count
+
+    @property
+    def idle_parameters(self) -> int:
+        """Of the experts that a token does not meet."""
+        if self.experts is None:
+            return 0
+        stacked = sum(math.prod(shape) for name, shape in self.shapes if is_expert_stack(name))
+        return stacked // self.experts.count * (self.experts.count - self.experts.per_token)
+
+    @property
+    def expert_products(self) -> int:
+        """Multiply-adds of a token in its experts and their router."""
+        if self.experts is None:
+            return 0
+        matrices = sum(
+            math.prod(shape)
+            for name, shape in self.shapes
+            if is_expert_stack(name) and len(shape) == 3
+        )
+        router = self.experts.count * self.hidden_size
+        return matrices // self.experts.count * self.experts.per_token + router
+
+    @property
     def total_parameters(self) -> int:
         return sum(math.prod(shape) for _, shape in self.shapes)
 
@@ -201,9 +231,7 @@ def _layer(config: ModelConfig, index: int) -> Layer:
     mixer = config.mixers[index] if config.mixers else "attention"
     sizes = _sizes_of_layer(config, index, mixer)
     window = config.sliding_window[index] if config.sliding_window else None
-    idle_parameters = 0
-    expert_share = 1.0
-    expert_products = 0
+    experts = experts_of(config, index)
     if config.transformers_backend is not None:
         # The class of transformers was asked for its linear maps and for all its parameters.
         prefix = f"model.layers.{index}."
@@ -216,10 +244,6 @@ def _layer(config: ModelConfig, index: int) -> Layer:
     else:
         matrices = tuple(_matrices(config, index, sizes, mixer))
         shapes = tuple(_block_shapes(config, index, sizes, mixer, matrices))
-        if config.experts is not None:
-            shapes += tuple(_expert_shapes(config, config.experts))
-            idle_parameters, expert_products = _expert_work(config, config.experts)
-            expert_share = config.experts.per_token / config.experts.count
     scale = config.attention_scale
     return Layer(
         number=index,
@@ -242,10 +266,16 @@ def _layer(config: ModelConfig, index: int) -> Layer:
         per_layer_input_size=config.per_layer_input_size,
         delta_net=config.delta_net if mixer == "delta_net" else None,
         short_convolution=config.short_convolution if mixer == "short_convolution" else None,
-        idle_parameters=idle_parameters,
-        expert_share=expert_share,
-        expert_products=expert_products,
+        experts=experts,
     )
+
+
+def experts_of(config: ModelConfig, index: int) -> Experts | None:
+    """What a layer has in place of an MLP."""
+    experts = config.experts
+    if experts is None or (experts.layers and not experts.layers[index]):
+        return None
+    return experts
 
 
 def norm_placement(config: ModelConfig, mixer: Mixer) -> NormPlacement:
@@ -281,18 +311,20 @@ def _matrices_of_shapes(
 
 
 def _sizes_of_layer(config: ModelConfig, index: int, mixer: Mixer) -> LayerSizes:
+    inner_width = config.intermediate_size
+    if config.layer_sizes:
+        inner_width = config.layer_sizes[index].intermediate_size
+    if (experts := experts_of(config, index)) is not None:
+        inner_width = experts.per_token * experts.width + experts.shared_width
     if mixer != "attention":
-        inner_width = config.intermediate_size
-        if config.layer_sizes:
-            inner_width = config.layer_sizes[index].intermediate_size
         return LayerSizes(num_heads=0, num_kv_heads=0, head_dim=0, intermediate_size=inner_width)
     if config.layer_sizes:
-        return config.layer_sizes[index]
+        return replace(config.layer_sizes[index], intermediate_size=inner_width)
     return LayerSizes(
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=inner_width,
         rotary_share=config.rotary_share,
     )
 
@@ -337,12 +369,57 @@ def is_in_layer(name: str) -> bool:
 
 def is_never_trained(name: str) -> bool:
     """Whether a parameter is a stored number that no training changes: a buffer in transformers."""
-    return name.endswith(("layer_scalar", "mlp.act_fn.beta", "mlp.act_fn.eps"))
+    return name.endswith(("layer_scalar", "mlp.act_fn.beta", "mlp.act_fn.eps", CHOICE_BIAS))
 
 
 def is_layer_matrix(name: str, shape: Shape) -> bool:
-    """Whether a parameter is a matrix inside a layer: no embedding, head, norm or bias."""
-    return len(shape) == 2 and is_in_layer(name)
+    """Whether a parameter is a matrix inside a layer, or a stack of them: no embedding, head, norm, bias or router."""
+    if not is_in_layer(name) or name.endswith(ROUTER):
+        return False
+    return len(shape) == 2 or (len(shape) == 3 and is_expert_stack(name))
+
+
+def is_expert_stack(name: str) -> bool:
+    """Whether a parameter holds the same matrix, or bias, of all experts of a layer: [experts, ...]."""
+    return name.endswith(EXPERT_STACKS)
+
+
+@dataclass(frozen=True)
+class ExpertPart:
+    """A matrix or bias of one expert: rows `first`.. of entry `expert` of a stack.
+
+    `name`: the parameter that it would be if each expert were a module ("mlp.experts.3.up_proj.weight").
+    """
+
+    name: str
+    expert: int
+    first: int
+    rows: int
+
+
+def expert_parts(name: str, shape: Shape) -> tuple[ExpertPart, ...]:
+    """The parts of a stack of experts, in the order in which they lie in memory; of any other parameter none."""
+    if not is_expert_stack(name):
+        return ()
+    path, _, leaf = name.rpartition(".")
+    kind = "bias" if leaf.endswith("_bias") else "weight"
+    modules = ("down_proj",) if leaf.startswith("down") else ("gate_proj", "up_proj")
+    rows = shape[1] // len(modules)
+    return tuple(
+        ExpertPart(f"{path}.{expert}.{module}.{kind}", expert, place * rows, rows)
+        for expert in range(shape[0])
+        for place, module in enumerate(modules)
+    )
+
+
+@cache
+def unstacked_shapes(config: ModelConfig) -> Mapping[str, Shape]:
+    """`parameter_shapes` with each matrix of an expert by itself, as most files have them."""
+    shapes: dict[str, Shape] = {}
+    for name, shape in parameter_shapes(config).items():
+        parts = expert_parts(name, shape)
+        shapes |= {part.name: (part.rows, *shape[2:]) for part in parts} or {name: shape}
+    return MappingProxyType(shapes)
 
 
 def smallest_window(config: ModelConfig) -> int | None:
@@ -413,9 +490,15 @@ def _block_shapes(
             yield from _norm_shapes(config, "self_attn.q_norm", query_heads * sizes.head_dim)
             if keys_of(config, index) is None:
                 yield from _norm_shapes(config, "self_attn.k_norm", key_heads * sizes.head_dim)
-        if matrix.name == "mlp.down_proj" and config.activation == "xielu":
+        if (
+            matrix.name == "mlp.down_proj"
+            and config.activation == "xielu"
+            and config.experts is None
+        ):
             yield from (("mlp.act_fn.alpha_p", (1,)), ("mlp.act_fn.alpha_n", (1,)))
             yield from (("mlp.act_fn.beta", ()), ("mlp.act_fn.eps", ()))
+    if (experts := experts_of(config, index)) is not None:
+        yield from _expert_shapes(config, experts)
     if config.per_layer_input_size:
         yield from _norm_shapes(config, "post_per_layer_input_norm", config.hidden_size)
 
@@ -450,28 +533,21 @@ def _norm_shapes(config: ModelConfig, name: str, width: int) -> Iterator[tuple[s
 
 
 def _expert_shapes(config: ModelConfig, experts: Experts) -> Iterator[tuple[str, Shape]]:
-    """The router, and all experts with their matrices stacked: a plan quantizes and counts them as matrices."""
+    """The router and the stacks of all experts: the matrices of gate and up, in this order of rows, are one."""
     width = config.hidden_size
     count = experts.count
-    yield "mlp.router.weight", (count, width)
-    for name in ("gate_proj", "up_proj"):
-        yield f"mlp.experts.{name}.weight", (count * experts.width, width)
-    yield "mlp.experts.down_proj.weight", (count * width, experts.width)
+    yield ROUTER, (count, width)
     if experts.bias:
-        yield "mlp.router.bias", (count,)
-        yield "mlp.experts.biases", (count * (2 * experts.width + width),)
-
-
-def _expert_work(config: ModelConfig, experts: Experts) -> tuple[int, int]:
-    """Parameters of a layer that a token does not meet, and the multiply-adds of those that it meets."""
-    matrix_values = 3 * experts.width * config.hidden_size
-    bias_values = 2 * experts.width + config.hidden_size if experts.bias else 0
-    idle_experts = experts.count - experts.per_token
-    router_products = experts.count * config.hidden_size
-    return (
-        idle_experts * (matrix_values + bias_values),
-        experts.per_token * matrix_values + router_products,
-    )
+        yield "mlp.gate.bias", (count,)
+    if experts.choice_bias:
+        yield f"mlp.gate.{CHOICE_BIAS}", (count,)
+    gates = 2 if config.gated_mlp else 1
+    yield "mlp.experts.gate_up_proj", (count, gates * experts.width, width)
+    if experts.bias:
+        yield "mlp.experts.gate_up_proj_bias", (count, gates * experts.width)
+    yield "mlp.experts.down_proj", (count, width, experts.width)
+    if experts.bias:
+        yield "mlp.experts.down_proj_bias", (count, width)
 
 
 def _matrices(config: ModelConfig, index: int, sizes: LayerSizes, mixer: Mixer) -> Iterator[Matrix]:
@@ -489,14 +565,23 @@ def _matrices(config: ModelConfig, index: int, sizes: LayerSizes, mixer: Mixer) 
             bias = config.short_convolution.bias
             yield Matrix("conv.in_proj", 3 * width, width, bias)
             yield Matrix("conv.out_proj", width, width, bias)
-    if config.experts is None:
-        if config.gated_mlp:
-            yield Matrix("mlp.gate_proj", inner, width, config.mlp_bias)
-        yield Matrix("mlp.up_proj", inner, width, config.mlp_bias)
-        yield Matrix("mlp.down_proj", width, inner, config.mlp_bias)
+    experts = experts_of(config, index)
+    if experts is None:
+        yield from _mlp_matrices(config, "mlp", inner)
+    elif experts.shared_width:
+        yield from _mlp_matrices(config, "mlp.shared_expert", experts.shared_width)
+        if experts.shared_gate:
+            yield Matrix("mlp.shared_expert_gate", 1, width, False)
     if config.per_layer_input_size:
         yield Matrix("per_layer_input_gate", config.per_layer_input_size, width, False)
         yield Matrix("per_layer_projection", width, config.per_layer_input_size, False)
+
+
+def _mlp_matrices(config: ModelConfig, name: str, inner: int) -> Iterator[Matrix]:
+    if config.gated_mlp:
+        yield Matrix(f"{name}.gate_proj", inner, config.hidden_size, config.mlp_bias)
+    yield Matrix(f"{name}.up_proj", inner, config.hidden_size, config.mlp_bias)
+    yield Matrix(f"{name}.down_proj", config.hidden_size, inner, config.mlp_bias)
 
 
 def _attention_matrices(config: ModelConfig, index: int, sizes: LayerSizes) -> Iterator[Matrix]:

@@ -21,6 +21,7 @@ from bloomery.facts.family_entries import (
     lfm,
     llama_like,
     ministral,
+    mixtures,
     neighbor_rotation,
     olmo3,
     olmo_hybrid,
@@ -44,6 +45,7 @@ FAMILIES: OpenTable[Family] = OpenTable(
         **plain_mlp.FAMILIES,
         **apertus.FAMILIES,
         **granite.FAMILIES,
+        **mixtures.FAMILIES,
     }
 )
 
@@ -63,8 +65,6 @@ class ExpertFamily:
 
 EXPERT_FAMILIES: Mapping[str, ExpertFamily] = MappingProxyType(
     {
-        "qwen3_moe": ExpertFamily("Qwen3 MoE", "qwen3"),
-        "mixtral": ExpertFamily("Mixtral", "mistral"),
         "gpt_oss": ExpertFamily("GPT-OSS", "llama", bias=True, sinks=True),
     }
 )

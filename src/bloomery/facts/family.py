@@ -43,6 +43,20 @@ GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 
 
 @dataclass(frozen=True)
+class StoredExperts:
+    """How files keep the matrices of the experts of a layer: each by itself, or those of all experts in one tensor.
+
+    `modules`: gate_proj, up_proj and down_proj -> their names, where each is stored by itself under
+    `prefix`.N. `stacks`: gate_up_proj and down_proj -> the names of the tensors of all experts, [E, outputs, inputs],
+    the rows of gate before those of up; with their `.weight`, where they have one.
+    """
+
+    prefix: str = "mlp.experts"
+    modules: Mapping[str, str] = field(default_factory=dict)
+    stacks: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class StoredNames:
     """How a family's files name and arrange its parameters, where they do not have our names.
 
@@ -58,6 +72,9 @@ class StoredNames:
 
     # Whether the matrices of layers are stored as [inputs, outputs].
     transposed: bool = False
+
+    # How the matrices of experts are stored; None: under our names, each by itself.
+    experts: StoredExperts | None = None
 
     # The end of a stored module's name -> that of the module in transformers' memory, where it renames what it loads:
     # PEFT's adapters have that name.

@@ -221,16 +221,22 @@ def has_delta_net(family: Family) -> bool:
     return "linear_num_key_heads" in family.defaults
 
 
+def has_experts(family: Family) -> bool:
+    """Whether layers of the family's models have experts in place of an MLP."""
+    return "num_experts_per_tok" in family.defaults
+
+
 def fresh_config(
     name: str,
     sizes: Mapping[str, Any],
     *,
     window: int | None = None,
     delta_net: Mapping[str, int] = MappingProxyType({}),
+    experts: Mapping[str, int] = MappingProxyType({}),
 ) -> ModelConfig:
     """A new model of a family, without dropout: `sizes` are facts that the family stores under a key of its own.
 
-    `delta_net`: fields of a `DeltaNet`, of a family that has them.
+    `delta_net`: fields of a `DeltaNet`, `experts`: of an `Experts`, of a family that has them.
     """
     family = known_family(name)
     keys = family.keys
@@ -247,4 +253,8 @@ def fresh_config(
         raise UserError(
             f"a {name} model has no sliding window", where="model.sliding_window", fix=fix
         )
+    if experts and config.experts is not None:
+        asked: dict[str, Any] = dict(experts)
+        config = replace(config, experts=replace(config.experts, **asked))
+        config = checked_config(config, where="model.experts")
     return replace(config, embedding_dropout=0.0, residual_dropout=0.0, attention_dropout=0.0)

@@ -23,6 +23,7 @@ from bloomery.facts.hf_config import (
     config_to_hf,
     fresh_config,
     has_delta_net,
+    has_experts,
     text_part,
     unread_keys,
 )
@@ -364,7 +365,9 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_expe
 
 
 def refuse_experts(config_json: Mapping[str, Any], *, where: str) -> None:
-    """Raises UserError for a mixture of experts, by the keys of transformers' configs."""
+    """Raises UserError for a mixture of experts that is not native, by the keys of transformers' configs."""
+    if text_part(config_json).get("model_type") in FAMILIES:
+        return
     for key in EXPERTS:
         num_experts = config_json.get(key)
         if isinstance(num_experts, int) and num_experts > 1:
@@ -602,6 +605,7 @@ def _new(model: schema.Model, sizes: Mapping[str, int]) -> ModelConfig:
         known_sizes,
         window=model.sliding_window,
         delta_net=_sizes_of_delta_net(model, known_sizes),
+        experts=_sizes_of_experts(model),
     )
 
 
@@ -630,6 +634,20 @@ def _sizes_of_delta_net(model: schema.Model, sizes: Mapping[str, int]) -> dict[s
         "value_head_dim": sizes["head_dim"],
     }
     return defaults | ({} if asked is None else asked.model_dump(exclude_none=True))
+
+
+def _sizes_of_experts(model: schema.Model) -> dict[str, int]:
+    """Those of the recipe, by the fields of `Experts`. Raises UserError where the family has no experts."""
+    if model.experts is None:
+        return {}
+    if model.preset is not None or not has_experts(known_family(str(model.family))):
+        raise UserError(
+            f"a {model.preset or model.family} model has no experts",
+            where="model.experts",
+            fix="leave it out, or set model.family=qwen3_moe",
+            code=2,
+        )
+    return model.experts.model_dump(exclude_none=True)
 
 
 def _resized(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:

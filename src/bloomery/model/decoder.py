@@ -8,7 +8,8 @@ B batch, T time, D width, H query heads, K key/value heads, E head width, S keys
 V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from bloomery.facts.counting import BLOCK_NORMS, MIXER_MODULES, Layer, layers
 from bloomery.model.attention.attend import DocumentBorders, DocumentLayout, layout_of
 from bloomery.model.cache import Cache, LayerCache, StateCache, VisiblePast
 from bloomery.model.compiled_scores import RowsOf
+from bloomery.model.experts import MixtureOfExperts, RouterLoad
 from bloomery.model.heads import Head, Logits
 from bloomery.model.mixers.attention import Attention, SequenceExchange, plain_backend
 from bloomery.model.mixers.delta_net import GatedDeltaNet
@@ -31,6 +33,7 @@ from bloomery.model.transformers_backend import TransformersBackbone
 from bloomery.model.xielu import XIELU
 
 ALL_LOGITS = Logits()
+NO_LOADS: Mapping[int, RouterLoad] = MappingProxyType({})
 VALUE_HEAD = "value_head.weight"  # a parameter that training adds, and no file of a model has
 
 
@@ -61,12 +64,11 @@ MIXERS: dict[Mixer, Callable[[ModelConfig, Layer, str], nn.Module]] = {
 
 
 class MLP(nn.Module):
-    def __init__(self, config: ModelConfig, layer: Layer) -> None:
+    def __init__(self, config: ModelConfig, inner_width: int) -> None:
         super().__init__()
         width = config.hidden_size
-        inner_width = layer.intermediate_size
         self.gate_proj = (
-            nn.Linear(width, inner_width, bias=config.mlp_bias) if layer.gated_mlp else None
+            nn.Linear(width, inner_width, bias=config.mlp_bias) if config.gated_mlp else None
         )
         self.up_proj = nn.Linear(width, inner_width, bias=config.mlp_bias)
         self.down_proj = nn.Linear(inner_width, width, bias=config.mlp_bias)
@@ -84,6 +86,22 @@ class MLP(nn.Module):
         return projected
 
 
+def build_mlp(config: ModelConfig, layer: Layer) -> MLP | MixtureOfExperts:
+    experts = layer.experts
+    if experts is None:
+        return MLP(config, layer.intermediate_size)
+    shared_expert = MLP(config, experts.shared_width) if experts.shared_width else None
+    return MixtureOfExperts(config, experts, ACTIVATIONS[config.activation], shared_expert)
+
+
+class LayerOutput(NamedTuple):
+    """What leaves a layer beside the residual stream: keys and values that it lends, the load of its experts."""
+
+    x_BTD: Tensor
+    past: VisiblePast | None = None
+    load: RouterLoad | None = None
+
+
 class Block(nn.Module):
     """One layer. `layer.norm_placement` decides which norms exist; their names are transformers' for each case:
 
@@ -95,7 +113,8 @@ class Block(nn.Module):
 
     The mixer is a module of the name that `counting.MIXER_MODULES` gives its kind. With `config.per_layer_input_size`
     a third branch follows, as in Gemma 4: per_layer_input_gate and activation, times what the layer is given of each
-    token, per_layer_projection, post_per_layer_input_norm. `config.layer_scalar` then multiplies all of it.
+    token, per_layer_projection, post_per_layer_input_norm. `config.layer_scalar` then multiplies all of it. "MLP"
+    stands for a mixture of experts, too.
     """
 
     input_layernorm: nn.Module
@@ -113,7 +132,7 @@ class Block(nn.Module):
         for name in BLOCK_NORMS[layer.norm_placement]:
             self.add_module(name, build_norm(config, config.hidden_size))
         self.add_module(MIXER_MODULES[layer.mixer], MIXERS[layer.mixer](config, layer, backend))
-        self.mlp = MLP(config, layer)
+        self.mlp = build_mlp(config, layer)
         if width := config.per_layer_input_size:
             self.activate = ACTIVATIONS[config.activation]
             self.per_layer_input_gate = nn.Linear(config.hidden_size, width, bias=False)
@@ -135,10 +154,12 @@ class Block(nn.Module):
         cache: LayerCache | StateCache | None = None,
         input_BTP: Tensor | None = None,
         lent: VisiblePast | None = None,
-    ) -> Tensor | tuple[Tensor, VisiblePast]:
-        """The residual stream that leaves the layer; beside it, of a layer that lends them, its keys and values.
+        is_real_BT: Tensor | None = None,
+    ) -> Tensor | LayerOutput:
+        """The residual stream that leaves the layer; a LayerOutput of a layer that lends keys or has experts.
 
         input_BTP: what the layer is given of each token. lent: the keys and values of the layer whose ones it uses.
+        is_real_BT: which tokens are no padding, for the load of experts.
         """
         norm_before = self.placement != "after"
         norm_after = self.placement in ("after", "both")
@@ -151,7 +172,8 @@ class Block(nn.Module):
         y_BTD = self.drop(y_BTD)
         if self.placement == "shared":
             x_BTD = self.added(x_BTD, y_BTD)
-            return self.added(x_BTD, self.drop(self.mlp(normed_BTD)))
+            y_BTD, load = self.feed_forward(normed_BTD, is_real_BT)
+            return self.output(self.added(x_BTD, self.drop(y_BTD)), past, load)
         x_BTD = self.added(x_BTD, self.post_attention_layernorm(y_BTD) if norm_after else y_BTD)
 
         # So is the MLP. Llama calls the norm before it post_attention_layernorm; with norms on both sides of attention,
@@ -161,7 +183,8 @@ class Block(nn.Module):
             y_BTD = self.pre_feedforward_layernorm(x_BTD)
         elif norm_before:
             y_BTD = self.post_attention_layernorm(x_BTD)
-        y_BTD = self.drop(self.mlp(y_BTD))
+        y_BTD, load = self.feed_forward(y_BTD, is_real_BT)
+        y_BTD = self.drop(y_BTD)
         x_BTD = self.added(x_BTD, self.post_feedforward_layernorm(y_BTD) if norm_after else y_BTD)
 
         # What the layer is given of each token comes through a gate that the stream opens.
@@ -171,7 +194,21 @@ class Block(nn.Module):
             x_BTD = self.added(x_BTD, self.post_per_layer_input_norm(y_BTD))
         if self.layer_scalar is not None:
             x_BTD = x_BTD * self.layer_scalar.to(x_BTD.dtype)
-        return x_BTD if past is None else (x_BTD, past)
+        return self.output(x_BTD, past, load)
+
+    def feed_forward(
+        self, x_BTD: Tensor, is_real_BT: Tensor | None
+    ) -> tuple[Tensor, RouterLoad | None]:
+        if self.kind.experts is None:
+            return self.mlp(x_BTD), None
+        y_BTD, load = self.mlp(x_BTD, is_real_BT)
+        return y_BTD, load
+
+    def output(
+        self, x_BTD: Tensor, past: VisiblePast | None, load: RouterLoad | None
+    ) -> Tensor | LayerOutput:
+        is_plain = past is None and self.kind.experts is None
+        return x_BTD if is_plain else LayerOutput(x_BTD, past, load)
 
     def added(self, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
         return x_BTD + y_BTD if self.multiplier == 1.0 else x_BTD + y_BTD * self.multiplier
@@ -227,6 +264,8 @@ class Backbone(nn.Module):
         self.seed_layer: Callable[[int], None] | None = None
         self.embedding_noise = 0.0  # of NEFTune, in training
         self.exchange: SequenceExchange | None = None  # with ranks that share the sequences
+        # Of the layers with experts, in training: those of the last forward, until the decoder hands them on.
+        self.loads: dict[int, RouterLoad] = {}
         # Whether the backward of embeddings adds to `.grad` itself, because autograd's gradient is as large as the
         # weight (`compiled_scores.RowsOf`). No hook sees that gradient: off where somebody waits for one.
         self.adds_rows = False
@@ -260,6 +299,9 @@ class Backbone(nn.Module):
         block_of_layer = dict(zip(stage.layers, self.layers, strict=True))
         inputs_LBTP: Sequence[Tensor | None] = (None,) * self.config.num_layers
         lent_by_layer: dict[int, VisiblePast] = {}
+        self.loads = {}
+        has_loads = self.training and self.config.experts is not None
+        is_real_BT = documents_BT >= 0 if has_loads and documents_BT is not None else None
         groups = range(len(stage.groups)) if self.group is None else (self.group,)
         for group in groups:
             # The residual stream begins with the embedded tokens, or comes from the stage before.
@@ -282,11 +324,15 @@ class Backbone(nn.Module):
                     layer_cache,
                     inputs_LBTP[layer],
                     None if block.kind.keys_of is None else lent_by_layer[block.kind.keys_of],
+                    is_real_BT,
                 )
-                if block.kind.lends_keys:
-                    x_BTD, lent_by_layer[layer] = output
-                else:
-                    x_BTD = output
+                x_BTD = output
+                if isinstance(output, LayerOutput):
+                    x_BTD = output.x_BTD
+                    if output.past is not None:
+                        lent_by_layer[layer] = output.past
+                    if output.load is not None:
+                        self.loads[layer] = output.load
 
             # It ends at the head, or goes on to the stage that follows.
             if stage.has_head and group == len(stage.groups) - 1:
@@ -398,9 +444,9 @@ class Output(NamedTuple):
 
     # what the head made; where the forward ends before the head, the 0 of `StageLink.send`
     head: Tensor
-    # The model's own loss, such as that of a router: a mean over the micro-batch, already weighted. No layer has one
-    # yet.
+    # The model's own loss, such as that of a router: a mean over the micro-batch, already weighted.
     auxiliary: Tensor | None = None
+    loads: Mapping[int, RouterLoad] = NO_LOADS  # of the layers with experts, in training
 
 
 class Decoder(nn.Module):
@@ -489,6 +535,9 @@ class Decoder(nn.Module):
         where the caller knows them.
         """
         last_BTD = self.model(tokens_BT, positions_BT, documents_BT, cache, borders)
+        loads: Mapping[int, RouterLoad] = NO_LOADS
+        if isinstance(self.model, Backbone):
+            loads, self.model.loads = self.model.loads, {}
         head_output = None
         if self.ends_here:
             is_value = self.config.head == "values"
@@ -499,7 +548,7 @@ class Decoder(nn.Module):
         if cache is not None and self.model.link is not None:
             head_output = self.model.link.share(head_output)
         # Without a head, `last_BTD` is the 0 of `StageLink.send`, whose backward is that of this stage.
-        return Output(last_BTD if head_output is None else head_output)
+        return Output(last_BTD if head_output is None else head_output, loads=loads)
 
     @property
     def ends_here(self) -> bool:

@@ -17,6 +17,7 @@ from bloomery.core.units import counted, format_count
 from bloomery.data.prepare.kinds import refuse_no_room
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import layers, parameter_count
+from bloomery.facts.families import FAMILIES, family_label
 from bloomery.facts.limits import Dequantizer, storage_bytes
 from bloomery.facts.objectives import OBJECTIVES, ObjectiveSpec
 from bloomery.facts.optimizers import OPTIMIZERS, PLAIN_SETTINGS
@@ -435,7 +436,8 @@ def refuse_misfits(
 
 def untrained(config: ModelConfig) -> str:
     """Why a model is planned and not trained; "" for one that is trained."""
-    return "mixtures of experts are not trained" if config.experts is not None else ""
+    is_native = config.family in FAMILIES or config.transformers_backend is not None
+    return "" if is_native else f"{family_label(config)} is not trained"
 
 
 def refuse_untrained(name: str) -> None:

@@ -139,6 +139,16 @@ class DeltaNetSection(Section):
     value_head_dim: PositiveInt | None = key(None, "Width of a value; unset: model.head_dim.", 128)
 
 
+class ExpertsSection(Section):
+    """The experts that stand in place of each MLP of a new model."""
+
+    count: PositiveInt | None = key(None, "Experts of a layer; unset: the family's.", 8)
+    per_token: PositiveInt | None = key(
+        None, "Experts that the router chooses for a token; unset: the family's.", 2
+    )
+    width: PositiveInt | None = key(None, "Width inside an expert; unset: the family's.", 512)
+
+
 class Model(Section):
     """Where the model comes from: `from` (folder or Hub id), `preset`, or `family` with its sizes.
 
@@ -192,6 +202,9 @@ class Model(Section):
     )
     delta_net: DeltaNetSection | None = key(
         None, "Sizes of the gated delta nets of a family that has them; unset: those of attention."
+    )
+    experts: ExpertsSection | None = key(
+        None, "Experts in place of each MLP, of a family that has them; unset: the family's."
     )
     tie_embeddings: bool | None = key(
         None, "Use one matrix for the input embedding and the output head.", True

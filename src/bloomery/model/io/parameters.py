@@ -5,10 +5,13 @@ FSDP2 shards parameters by rows over ranks (DTensors). A plain tensor has all ro
 
 import hashlib
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor, nn
+
+from bloomery.facts.counting import expert_parts
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -58,6 +61,19 @@ def first_row(tensor: Tensor) -> int:
     mesh = tensor.device_mesh
     rows = -(-tensor.shape[0] // mesh.size(mesh.ndim - 1))
     return min(tensor.shape[0], rows * mesh.get_local_rank(mesh.ndim - 1))
+
+
+def unstacked(name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A parameter by its name; of a stack of experts a view of each part (`counting.expert_parts`) on this rank."""
+    parts = expert_parts(name, parameter.shape)
+    if not parts:
+        yield name, parameter
+        return
+    first = first_row(parameter)
+    entries = local(parameter)
+    for part in parts:
+        if first <= part.expert < first + len(entries):
+            yield part.name, entries[part.expert - first, part.first : part.first + part.rows]
 
 
 def part_of(full_tensor: Tensor, parameter: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from bloomery.core.device import can, current_stream, new_event
 from bloomery.core.errors import UserError
 from bloomery.core.progress import progress
 from bloomery.facts.config import ModelConfig
+from bloomery.model.io.parameters import unstacked
 from bloomery.model.io.stored import DTYPES, StoredTensor, stored_tensors, tensor_locations
 from bloomery.model.io.unpacking import open_rows
 
@@ -339,11 +340,17 @@ def split_shards(sizes: dict[str, int], limit: int) -> Iterator[list[str]]:
 
 
 def to_hf_names(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Our tensors as transformers stores them; fused and transposed ones are new, the others are the same tensors.
+    """Our tensors as transformers stores them; fused and transposed ones are new, the others are the same tensors, or
+    views of stacks of experts.
 
     `state` may be some of them, but of what is stored fused all parts or none.
     """
     locations = tensor_locations(config)
+    state = {
+        part_name: part
+        for name, tensor in state.items()
+        for part_name, part in unstacked(name, tensor)
+    }
     names_by_stored_name: dict[str, list[str]] = {}
     for name, location in locations.items():
         if name in state:
@@ -353,6 +360,9 @@ def to_hf_names(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, T
         # The parts of a fused tensor are in the order of their rows, as parameter_shapes lists them.
         parts = [state[name] for name in names]
         tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
-        stored_layout = tensor.t() if locations[names[0]].transposed else tensor
+        location = locations[names[0]]
+        if location.stacked:
+            tensor = tensor.unflatten(0, (location.stacked, -1))
+        stored_layout = tensor.t() if location.transposed else tensor
         stored_tensors[stored_name] = stored_layout.contiguous()
     return stored_tensors

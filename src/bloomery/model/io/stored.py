@@ -7,7 +7,7 @@ import json
 import math
 import struct
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -18,10 +18,18 @@ from bloomery.core.errors import UserError
 from bloomery.core.files import open_input, read_input
 from bloomery.core.units import counted
 from bloomery.facts.config import ModelConfig, StoredBuffer
-from bloomery.facts.counting import Shape, layers, parameter_shapes
+from bloomery.facts.counting import (
+    Shape,
+    expert_parts,
+    is_expert_stack,
+    layers,
+    parameter_shapes,
+    unstacked_shapes,
+)
 from bloomery.facts.families import FAMILIES
-from bloomery.facts.family import StoredNames
+from bloomery.facts.family import StoredExperts, StoredNames
 from bloomery.hub import PICKLE_SUFFIXES
+from bloomery.model.io.expert_tensors import take_experts
 from bloomery.model.io.packed import FLOAT8, Packing, joined, packing_notes
 from bloomery.model.io.tensor_names import transformers_names
 
@@ -51,7 +59,8 @@ def read_object(path: Path, *, fix: str) -> dict[str, Any]:
 class TensorLocation:
     """The name of a stored tensor, and the rows of it that a parameter is: `first` and the next `rows` ones.
 
-    `stored_rows`: how many the stored tensor has. `transposed`: it is stored as [inputs, outputs].
+    `stored_rows`: how many the stored tensor has. `transposed`: it is stored as [inputs, outputs]. `stacked`: its rows
+    are those of so many matrices of equal size, of experts, and are stored as [matrices, rows, inputs].
     """
 
     name: str
@@ -59,19 +68,24 @@ class TensorLocation:
     first: int = 0
     rows: int = 0
     stored_rows: int = 0
+    stacked: int = 0
 
     def stored_shape(self, shape: Shape) -> Shape:
         """The shape of the stored tensor, for a parameter of `shape`."""
         if not shape:
             return ()
         stored_shape = (self.stored_rows, *shape[1:])
+        if self.stacked:
+            return (self.stacked, self.stored_rows // self.stacked, *shape[1:])
         return tuple(reversed(stored_shape)) if self.transposed else stored_shape
 
 
 # Planning an adapter asks for the same model hundreds of times.
 @cache
 def tensor_locations(config: ModelConfig) -> Mapping[str, TensorLocation]:
-    """The location of each parameter by our name, in the order of `parameter_shapes`."""
+    """The location of each parameter by our name, in the order of `parameter_shapes`; of stacks of experts, that of
+    each of their parts (`counting.expert_parts`).
+    """
     locations: dict[str, TensorLocation] = {}
     # The transformers backend lists its parameters itself, and none of them is fused or transposed.
     if config.transformers_backend is not None:
@@ -89,6 +103,9 @@ def tensor_locations(config: ModelConfig) -> Mapping[str, TensorLocation]:
         return path
 
     for name, shape in shapes.items():
+        if is_expert_stack(name):
+            locations |= _expert_locations(name, shape, stored.experts or StoredExperts())
+            continue
         # "model.layers.0.mlp.up_proj.weight" has the layer "model.layers.0", the module
         # "mlp.up_proj" and the kind "weight": only modules of a layer are fused or transposed.
         path, _, kind = name.rpartition(".")
@@ -118,6 +135,31 @@ def tensor_locations(config: ModelConfig) -> Mapping[str, TensorLocation]:
             stored_rows=sum(module_rows),
         )
     return MappingProxyType(locations)
+
+
+def _expert_locations(
+    name: str, shape: Shape, stored: StoredExperts
+) -> Iterator[tuple[str, TensorLocation]]:
+    """Of each part of a stack of experts."""
+    layer, _, stack = name.rpartition(".mlp.experts.")
+    matrices = shape[0]
+    for part in expert_parts(name, shape):
+        if stack in stored.stacks:
+            yield (
+                part.name,
+                TensorLocation(
+                    f"{layer}.{stored.stacks[stack]}",
+                    first=part.expert * shape[1] + part.first,
+                    rows=part.rows,
+                    stored_rows=matrices * shape[1],
+                    stacked=matrices,
+                ),
+            )
+        else:
+            _, module, kind = part.name.rsplit(".", 2)
+            stored_module = stored.modules.get(module, module)
+            stored_name = f"{layer}.{stored.prefix}.{part.expert}.{stored_module}.{kind}"
+            yield part.name, TensorLocation(stored_name, rows=part.rows, stored_rows=part.rows)
 
 
 SINGLE = "model.safetensors"
@@ -479,7 +521,7 @@ def read_headers(
     UserError when another tensor is missing, unexpected, or of another shape than in the config, or no floating-point
     numbers.
     """
-    shapes = parameter_shapes(config)
+    shapes = unstacked_shapes(config)
     locations = tensor_locations(config)
     expected_names = {location.name for location in locations.values()}
     embedding = locations["model.embed_tokens.weight"].name
@@ -504,6 +546,12 @@ def read_headers(
         notes.append(f"{head} is the embedding, too: the weights are tied")
     elif shared_head and HEADS[0] in expected_names and head is None and embedding in tensors:
         tensors[HEADS[0]] = tensors[embedding]
+
+    # Matrices of experts are found in either form, and then have the shape that they need.
+    experts = take_experts(tensors, config, where=where)
+    expected_names -= {locations[name].name for name in experts}
+    for name, tensor in experts.items():
+        refuse_whole_numbers(name, tensor)
 
     # Codes without a word of how they are scaled are named first: their scales would be surplus.
     for stored_name in expected_names & tensors.keys():
@@ -536,6 +584,8 @@ def read_headers(
     # Each parameter needs its tensor, in the shape that the config gives it and in floating-point
     # numbers.
     for name, location in locations.items():
+        if name in experts:
+            continue
         location_tensor = tensors.get(location.name)
         expected_shape = location.stored_shape(shapes[name])
         if location_tensor is None and headless and name == VALUES:
@@ -560,6 +610,7 @@ def read_headers(
         for name, location in locations.items()
         if location.name in tensors
     }
+    parameters |= experts
     notes += packing_notes(parameters)
     return StoredParameters(parameters, tuple(notes), is_renamed=bool(named.notes))
 

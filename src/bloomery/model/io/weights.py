@@ -12,7 +12,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from bloomery.facts.config import ModelConfig
-from bloomery.facts.counting import attention_layers, parameter_shapes
+from bloomery.facts.counting import (
+    attention_layers,
+    expert_parts,
+    parameter_shapes,
+    unstacked_shapes,
+)
 from bloomery.facts.hf_config import config_to_hf
 from bloomery.model.adapters.base_changes import merge_into_base
 from bloomery.model.adapters.lora import LoraLinear, adapt_as, is_added, note_base
@@ -27,7 +32,7 @@ from bloomery.model.adapters.settings import (
 )
 from bloomery.model.configs import grown, read_config
 from bloomery.model.decoder import Decoder
-from bloomery.model.io.parameters import first_row, full, local, put, stream
+from bloomery.model.io.parameters import first_row, full, local, put, stream, unstacked
 from bloomery.model.io.quantized import QuantizedWeight
 from bloomery.model.io.safetensors import (
     Spec,
@@ -119,6 +124,7 @@ RESIDUAL = (
     "linear_attn.out_proj.weight",
     "conv.out_proj.weight",
     "mlp.down_proj.weight",
+    "mlp.shared_expert.down_proj.weight",
     "per_layer_projection.weight",
 )
 LARGEST_DECAY = 16.0  # of a delta net's head: its A is drawn below it, as in transformers
@@ -230,7 +236,7 @@ def init_weights(decoder: Decoder, seed: int) -> None:
     }
     for name, parameter in base_parameters(decoder):
         owner = decoder.get_submodule(name.rpartition(".")[0])
-        if name.endswith(".bias"):
+        if name.endswith((".bias", "_bias")):
             parameter.zero_()
         elif name.endswith(".sinks"):
             put(_drawn(name, parameter.shape, config, seed), parameter)
@@ -248,14 +254,16 @@ def init_weights(decoder: Decoder, seed: int) -> None:
             offset = 1.0 if isinstance(owner, RMSNorm | LayerNorm) and owner.unit_offset else 0.0
             parameter.fill_((last_gain if name == "model.norm.weight" else 1.0) - offset)
         else:
-            put(_drawn(name, parameter.shape, config, seed), parameter)
+            for part_name, part in unstacked(name, parameter):
+                put(_drawn(part_name, part.shape, config, seed), part)
     for name, weight in quantized_weights(decoder):
         weight.fill([_drawn(name, (weight.outputs, weight.inputs), config, seed)], name=name)
 
 
 def _drawn(name: str, shape: Sequence[int], config: ModelConfig, seed: int) -> Tensor:
     std = config.initializer_range
-    if name.endswith(RESIDUAL):
+    is_expert = ".mlp.experts." in name and name.endswith(".down_proj.weight")
+    if name.endswith(RESIDUAL) or is_expert:
         std /= (2 * config.num_layers) ** 0.5
     return torch.empty(shape).normal_(0.0, std, generator=stream(seed, name))
 
@@ -300,7 +308,8 @@ def write_model_piecewise(
     write_config(config, str(dtype).removeprefix("torch."), folder)
     # A stored tensor is made of one parameter, or of several where the family stores them fused.
     locations = tensor_locations(config)
-    shapes = parameter_shapes(config)
+    shapes = unstacked_shapes(config)
+    produce_part = parts_of_stacks(produce, config)
     parameters_by_stored_name: dict[str, list[str]] = {}
     for name, location in locations.items():
         parameters_by_stored_name.setdefault(location.name, []).append(name)
@@ -314,7 +323,7 @@ def write_model_piecewise(
     def stored_tensor(stored_name: str) -> Tensor:
         if stored_name in buffers:
             return buffers[stored_name]
-        parameters = {name: produce(name) for name in parameters_by_stored_name[stored_name]}
+        parameters = {name: produce_part(name) for name in parameters_by_stored_name[stored_name]}
         return to_hf_names(parameters, config)[stored_name]
 
     def write_shard(file: Path, stored_names: list[str]) -> None:
@@ -322,6 +331,29 @@ def write_model_piecewise(
 
     sizes = {name: kind.itemsize * math.prod(shape) for name, (shape, kind) in specs.items()}
     _write_shards(folder, sizes, shard_bytes, write_shard)
+
+
+def parts_of_stacks(
+    produce: Callable[[str], Tensor], config: ModelConfig
+) -> Callable[[str], Tensor]:
+    """Produces a part of a stack of experts by its name, too; the last stack is held for the next one."""
+    stack_of_part = {
+        part.name: name
+        for name, shape in parameter_shapes(config).items()
+        for part in expert_parts(name, shape)
+    }
+    parts_by_stack: dict[str, dict[str, Tensor]] = {}
+
+    def produce_part(name: str) -> Tensor:
+        stack = stack_of_part.get(name)
+        if stack is None:
+            return produce(name)
+        if stack not in parts_by_stack:
+            parts_by_stack.clear()
+            parts_by_stack[stack] = dict(unstacked(stack, produce(stack)))
+        return parts_by_stack[stack][name]
+
+    return produce_part
 
 
 def stored_buffers(config: ModelConfig) -> dict[str, Tensor]:
@@ -386,7 +418,8 @@ def read_model(
         return
     with StoredModel(decoder.config, folder, seed=seed, new=new) as model:
         for name, parameter in base_parameters(decoder):
-            model.fill(name, parameter)
+            for part_name, part in unstacked(name, parameter):
+                model.fill(part_name, part)
         for name, weight in quantized_weights(decoder):
             _read_quantized(weight, model.tensors[name], model.locations[name], model.reader, name)
 
@@ -456,7 +489,7 @@ class StoredModel:
         self.reader.fill(
             local_rows,
             self.tensors[name],
-            first=location.first + start,
+            first=start if location.stacked else location.first + start,
             transposed=location.transposed,
         )
         if name in VOCABULARY:
