@@ -3,6 +3,7 @@
 The parts themselves run on the simulated device (tests/device).
 """
 
+import copy
 import json
 import os
 import re
@@ -30,15 +31,18 @@ from bloomery.bench.gpu_check.results import (
     without_paths,
     write_result,
 )
+from bloomery.bench.gpu_check.small_runs import SmallRuns
 from bloomery.bench.gpu_check.supervise import Check, run_check
 from bloomery.cli import doctor
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB
+from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.hardware.detect import detect
 from bloomery.hardware.profile import with_gpu
 from bloomery.hardware.specs import find_gpu
 from bloomery.model.attention import tiles
 from bloomery.model.attention.tiles import KERNELS, tile_candidates, tile_shape
+from bloomery.monitor.events import StepChecked, to_json
 from bloomery.train.state import build_state
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -409,6 +413,94 @@ def test_weights_that_a_measurement_draws_are_those_of_its_own_model(tmp_path, m
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
     assert losses[0] == losses[1]  # drawn in place, and yet from the seed
+
+
+# Use
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory):
+    """A decoder with random weights, and the tokenizer of its vocabulary."""
+    place = Path.cwd()
+    plan = SmallRuns(tmp_path_factory.mktemp("model"), "cpu").plan("texts")
+    os.chdir(place)
+    return build_state(plan).model.eval(), load_tokenizer(plan.data.prepared)
+
+
+def test_a_completion_is_compared_with_what_the_cpu_says_of_its_tokens(small_model):
+    decoder, tokenizer = small_model
+    numbers = use._compared_completions(decoder, decoder, tokenizer)
+    assert use._problem_of_completion(numbers) == ""
+    assert numbers["logp_error"] < 1e-4 and numbers["completion"] == numbers["on_the_cpu"]
+
+    # A device that multiplies wrong takes other tokens, or is surer of the same ones.
+    faulty = copy.deepcopy(decoder)
+    faulty.lm_head.weight = torch.nn.Parameter(decoder.lm_head.weight.roll(1, 0))
+    numbers = use._compared_completions(faulty, decoder, tokenizer)
+    assert "the CPU" in use._problem_of_completion(numbers) and numbers["logp_loss"] > 0.1
+    faulty.lm_head.weight = torch.nn.Parameter(decoder.lm_head.weight * 4)
+    numbers = use._compared_completions(faulty, decoder, tokenizer)
+    assert "log-probabilities" in use._problem_of_completion(numbers)
+    faulty.lm_head.weight.data.fill_(torch.nan)
+    numbers = use._compared_completions(faulty, decoder, tokenizer)
+    assert "not finite" in use._problem_of_completion(numbers)
+
+
+def test_of_two_equally_likely_tokens_the_device_may_take_another_one():
+    numbers = {"completion": "ab", "on_the_cpu": "ac", "logp_loss": 0.01, "logp_error": 0.01}
+    assert use._problem_of_completion(numbers) == ""
+    assert use._problem_of_completion(numbers | {"logp_loss": 0.5}) == (
+        "it completed 'ab', the CPU 'ac'"
+    )
+
+
+def test_the_command_whose_text_is_not_the_models_is_named(tmp_path, monkeypatch):
+    printed = "def f(x):\n"
+
+    def program(*_: str) -> list[str]:
+        return [sys.executable, "-c", f"print({printed!r}, end='')"]
+
+    monkeypatch.setattr(use, "python_module", program)
+    commands = use._Commands(tmp_path, (), completion=("x):", "the CPU"))
+    assert commands.generate_row("run").outcome == "ok"
+    assert commands._problem_of_text("x):", "serve") == ""
+    printed = "def f(y):\n"
+    row = commands.generate_row("run")
+    assert row.outcome == "wrong" and row.message == "it completed 'y):', the CPU 'x):'"
+    # Without the model's own completion, the server is compared with the command.
+    commands = use._Commands(tmp_path, ())
+    assert commands.generate_row("run").outcome == "ok"
+    assert commands._problem_of_text("x):", "serve") == "it completed 'x):', generate 'y):'"
+
+
+def test_what_needs_a_run_that_failed_is_not_tried(tmp_path):
+    commands = use._Commands(tmp_path, ())
+    row = commands.if_there("eval", "run/checkpoints/step-*", lambda: Row(case="eval"))
+    assert row.outcome == "skipped" and "an earlier command failed" in row.message
+    (tmp_path / "run/checkpoints/step-00000001").mkdir(parents=True)
+    assert commands.if_there("eval", "run/checkpoints/step-*", lambda: Row(case="eval")) == (
+        Row(case="eval")
+    )
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_run_that_found_its_device_wrong_is_wrong(goes_on, tmp_path, monkeypatch):
+    """As the event of its check says, also where it went on with other settings."""
+    checked = {
+        "device": "a GPU",
+        "arch": "gfx1030",
+        "torch": "2.13",
+        "precision": "float16",
+        "problem": "this GPU computes wrong gradients in q_proj with float16",
+        "detail": "off by 3%",
+    }
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/events.jsonl").write_text(to_json(StepChecked(**checked)) + "\n")
+    program = [sys.executable, "-c", f"raise SystemExit({int(not goes_on)})"]
+    monkeypatch.setattr(use, "python_module", lambda *_: program)
+    row = use._Commands(tmp_path, ()).train_row("first.yaml", "run")
+    assert row.outcome == "wrong"
+    assert row.message == f"{checked['problem']} (off by 3%)"
 
 
 # The page, and the door for a clone

@@ -15,7 +15,7 @@ import simulated
 import torch
 
 from bloomery.bench import rig
-from bloomery.bench.gpu_check import kernels, theirs
+from bloomery.bench.gpu_check import kernels, theirs, use
 from bloomery.bench.gpu_check.child import PartJob
 from bloomery.bench.gpu_check.parts import PARTS
 from bloomery.bench.gpu_check.results import Outcome, Row, outcome_of, read_result
@@ -78,6 +78,21 @@ def wrong_operator_in_children(monkeypatch) -> None:
     monkeypatch.setenv("BLOOMERY_SIMULATED_FAULT", f"{operator},{factor}")
 
 
+def wrong_operator_in_completions(monkeypatch) -> None:
+    """Of the command line's: what trains, evaluates and serves is right."""
+    python_module = use.python_module
+    fault = "BLOOMERY_SIMULATED_FAULT"
+
+    def program(*words: str) -> list[str]:
+        if "generate" in words:
+            monkeypatch.setenv(fault, "{},{}".format(*WRONG_OPERATOR))
+        else:
+            monkeypatch.delenv(fault, raising=False)
+        return python_module(*words)
+
+    monkeypatch.setattr(use, "python_module", program)
+
+
 def wrong_batched_product_in_children(monkeypatch) -> None:
     # Attention multiplies matrices of heads.
     monkeypatch.setenv("BLOOMERY_SIMULATED_FAULT", "aten::bmm,1.1")
@@ -111,8 +126,8 @@ def states_are_not_restored(monkeypatch) -> None:
 def tensor_is_kept(monkeypatch) -> None:
     build = rig.Rig.__init__
 
-    def building(self, plan):
-        build(self, plan)
+    def building(self, plan, *draw):
+        build(self, plan, *draw)
         self.kept = torch.zeros(2**24, device=plan.train.device)  # 64 MiB
 
     monkeypatch.setattr(rig.Rig, "__init__", building)
@@ -156,7 +171,7 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Outcome]] = {
     "ranks": (wrong_operator_in_children, "wrong"),
     "memory": (tensor_is_kept, "wrong"),
     "out-of-memory": (cap_is_ignored, "wrong"),
-    "use": (wrong_operator_in_children, "wrong"),
+    "use": (wrong_operator_in_completions, "wrong"),
     "attention": (backend_fails, "failed"),
     "qlora": (nothing_is_learned, "wrong"),
     "lora": (nothing_is_learned, "wrong"),
@@ -188,6 +203,16 @@ def test_a_part_finds_its_fault_and_nothing_without_it(name, rows_of_part, monke
     plant(monkeypatch)
     bad_rows = rows_of_part(name)
     assert outcome_of(bad_rows) == outcome, [row.message for row in bad_rows]
+
+
+@pytest.mark.soak
+def test_a_run_that_refuses_the_device_is_wrong_and_the_rest_is_not_tried(
+    rows_of_part, monkeypatch
+):
+    wrong_operator_in_children(monkeypatch)
+    refused, *others = rows_of_part("use")
+    assert refused.outcome == "wrong" and "computes wrong results" in refused.message
+    assert {row.outcome for row in others} == {"skipped"}
 
 
 # Faults that one part alone can see.

@@ -136,7 +136,7 @@ PARTS = (
         name="use",
         function="use:used",
         does="the commands on a QLoRA run: train, eval, generate, chat, report, export, a GGUF file, serve",
-        keeps="exit codes, losses, memory of the loaded model, tokens per second",
+        keeps="exit codes, losses, completions next to the CPU's, memory of the loaded model, tokens per second",
         seconds=150,
         tiny_seconds=150,
     ),

@@ -4,6 +4,7 @@ Each command is a process of its own, as users start it.
 """
 
 import json
+import math
 import os
 import re
 import select
@@ -13,17 +14,24 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from bloomery.bench.gpu_check.child import PartJob, rows_of
 from bloomery.bench.gpu_check.results import Row
 from bloomery.core.child import python_module
 from bloomery.core.device import is_accelerator, multiplies_bfloat16
+from bloomery.core.run_folder import RunFolder
 from bloomery.core.units import GIB
 from bloomery.hardware.detect import detect
+from bloomery.monitor.events import EvalDone, StepChecked, read_events
+
+if TYPE_CHECKING:
+    from bloomery.data.tokenizer.tokenizer import Tokenizer
+    from bloomery.infer.decode import TextUpdate
+    from bloomery.model.decoder import Decoder
 
 SHAPE = (
     "hidden_size: 2048, intermediate_size: 5632, num_layers: 8, num_heads: 16, max_positions: 1024"
@@ -59,6 +67,8 @@ ANSWER_SECONDS = 60.0
 # The CPU's loss of the same quantized model, relative; the file in float32 loses nothing.
 CPU_TOLERANCE = 0.02
 RUN_TOLERANCE = 1e-3
+# Nats by which a token's log-probability may differ from the CPU's, and by which the CPU may prefer another token.
+LOGP_TOLERANCE = 0.1
 LOADING_EXTRA = 0.25  # of the model's bytes, that loading may hold beside it
 LEAST_EXTRA_GIB = 0.1
 
@@ -71,48 +81,56 @@ def used(job: PartJob) -> Iterator[Row]:
     # PyTorch may see a card that no driver's file describes; the commands then train on the CPU.
     chosen_device = "0" if detect().accelerators else "cpu"
     commands = _Commands(folder, ("-d", chosen_device))
+    first = "runs/first"
     run = "runs/second"
     evaluation = (run, "--step", "last", "--json", "--data", "second.yaml")
-    cases: list[tuple[str, Callable[[], Row]]] = [
-        ("train", partial(commands.row, "train", "first.yaml", "--run-dir", "runs/first")),
+    to_base = ("--to", "hf", "--out", "base", "--step", "last")
+    trained = f"{run}/checkpoints/step-*"
+    # The name, what it computes from, and its row.
+    cases: list[tuple[str, str, Callable[[], Row]]] = [
+        ("train first.yaml", "first.yaml", partial(commands.train_row, "first.yaml", first)),
         (
             "export hf",
-            partial(
-                commands.row,
-                "export",
-                "runs/first",
-                "--to",
-                "hf",
-                "--out",
-                "base",
-                "--step",
-                "last",
-            ),
+            f"{first}/checkpoints/step-*",
+            partial(commands.row, "export", first, *to_base),
         ),
-        ("train qlora", partial(commands.row, "train", "second.yaml", "--run-dir", run)),
-        ("eval", partial(commands.eval_row, evaluation)),
-        ("generate", partial(commands.row, "generate", run, *GREEDY)),
-        ("serve", partial(commands.serve_row, run)),
-        ("chat", partial(commands.row, "chat", run, "--template", "chatml")),
-        ("report", partial(commands.row, "report", run)),
+        ("train second.yaml", "base", partial(commands.train_row, "second.yaml", run)),
+        ("eval", trained, partial(commands.eval_row, evaluation)),
+        ("loaded model", trained, partial(commands.loaded_row, run, job.device)),
+        ("generate", trained, partial(commands.generate_row, run)),
+        ("serve", trained, partial(commands.serve_row, run)),
+        ("chat", trained, partial(commands.row, "chat", run, "--template", "chatml")),
+        ("report", trained, partial(commands.row, "report", run)),
         (
             "export merged",
+            trained,
             partial(commands.row, "export", run, "--to", "merged", "--out", "merged"),
         ),
-        ("gguf", commands.gguf_row),
-        ("loaded model", partial(_loaded_row, folder / run, job.device)),
+        ("gguf", "base", commands.gguf_row),
     ]
-    yield from rows_of(job, cases)
+    yield from rows_of(
+        job,
+        [
+            (name, partial(commands.if_there, name, needed, compute))
+            for name, needed, compute in cases
+        ],
+    )
 
 
 @final
 @dataclass
 class _Commands:
-    """Runs `bloomery` in a folder."""
+    """Runs `bloomery` in a folder. `completion`: the greedy one of the run, and who gave it."""
 
     folder: Path
     device: tuple[str, ...]
-    texts: dict[str, str] = field(default_factory=dict)  # greedy texts by model
+    completion: tuple[str, str] | None = None
+
+    def if_there(self, case: str, needed: str, compute: Callable[[], Row]) -> Row:
+        """The row, unless an earlier command left nothing to compute from: the earlier row says why."""
+        if any(self.folder.glob(needed)):
+            return compute()
+        return Row(case=case, outcome="skipped", message=f"no {needed}: an earlier command failed")
 
     def run(
         self, *arguments: str, device: tuple[str, ...] | None = None
@@ -134,9 +152,20 @@ class _Commands:
         done = self.run(*arguments)
         if done.returncode:
             return Row(case=case, outcome="failed", message=_last_line(done))
-        if arguments[0] == "generate":
-            self.texts[arguments[1]] = done.stdout
         return Row(case=case)
+
+    def train_row(self, recipe: str, run: str) -> Row:
+        """A run whose own check finds the device wrong is wrong, whether it ended or went on with other settings."""
+        row = self.row("train", recipe, "--run-dir", run)
+        checks = [
+            event
+            for event in read_events(RunFolder(self.folder / run).events)
+            if isinstance(event, StepChecked) and event.problem
+        ]
+        if not checks:
+            return row
+        message = f"{checks[0].problem} ({checks[0].detail})"
+        return row.model_copy(update={"outcome": "wrong", "message": message})
 
     def eval_row(self, evaluation: tuple[str, ...]) -> Row:
         """Losses of the quantized base on the device and on the CPU, and of the one that is not quantized."""
@@ -162,8 +191,46 @@ class _Commands:
             case="eval", outcome="wrong" if problem else "ok", message=problem, numbers=numbers
         )
 
+    def loaded_row(self, run: str, device: str) -> Row:
+        """In a process of its own, so that the peak is that of loading. The commands must give its completion."""
+        command = python_module(__name__, str(self.folder / run), device)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return Row(case="loaded model", outcome="failed", message=_last_line(done))
+        numbers: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        problem = _problem_of_completion(numbers)
+        # Of two tokens that are as likely the device may take another one than the CPU.
+        self.completion = (numbers["on_the_cpu" if problem else "completion"], "the CPU")
+        return Row(
+            case="loaded model",
+            outcome="wrong"
+            if (problem := _problem_of_loading(numbers, device) or problem)
+            else "ok",
+            message=problem,
+            numbers=numbers,
+        )
+
+    def generate_row(self, run: str) -> Row:
+        """A greedy completion."""
+        done = self.run("generate", run, *GREEDY)
+        if done.returncode:
+            return Row(case="generate", outcome="failed", message=_last_line(done))
+        text = done.stdout.removeprefix(PROMPT).removesuffix("\n")
+        problem = self._problem_of_text(text, "generate")
+        return Row(case="generate", outcome="wrong" if problem else "ok", message=problem)
+
+    def _problem_of_text(self, text: str, command: str) -> str:
+        """What is wrong with a greedy completion; "" where nothing is. The first one stands where there is no other."""
+        if self.completion is None:
+            self.completion = (text, command)
+        expected, source = self.completion
+        # A pipe has lines as this system ends them.
+        if text.splitlines() == expected.splitlines():
+            return ""
+        return f"it completed {text!r}, {source} {expected!r}"
+
     def serve_row(self, run: str) -> Row:
-        """A greedy completion of the server is the text of `generate`, and SIGTERM ends it well."""
+        """A greedy completion of the server is that of the model, and SIGTERM ends it well."""
         words = (
             "serve",
             run,
@@ -196,10 +263,8 @@ class _Commands:
                 server.kill()
                 server.wait()
         numbers = {"tokens_per_second": NEW_TOKENS / seconds, "exit_code": code}
-        expected = self.texts.get(run, "")
-        if text.strip() not in expected:
-            message = f"it completed {text!r}, generate {expected!r}"
-            return Row(case="serve", outcome="wrong", message=message, numbers=numbers)
+        if problem := self._problem_of_text(text, "serve"):
+            return Row(case="serve", outcome="wrong", message=problem, numbers=numbers)
         if code:
             message = f"exit code {code} after SIGTERM"
             return Row(case="serve", outcome="failed", message=message, numbers=numbers)
@@ -263,37 +328,38 @@ def _completion(url: str) -> str:
     return str(answer["choices"][0]["text"])
 
 
-def _loaded_row(run: Path, device: str) -> Row:
-    """In a process of its own, so that the peak is that of loading."""
-    command = python_module(__name__, str(run), device)
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        return Row(case="loaded model", outcome="failed", message=_last_line(done))
-    numbers: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    problem = ""
+def _problem_of_loading(numbers: dict[str, Any], device: str) -> str:
+    """Of the loaded model's loss and memory; "" where nothing is wrong."""
+    loss_error = abs(numbers["loss"] - numbers["loss_of_the_run"])
+    if not loss_error <= RUN_TOLERANCE * numbers["loss_of_the_run"]:
+        return "its loss is not the one that the run had"
     allowed_gib = numbers["held_gib"] + max(LOADING_EXTRA * numbers["held_gib"], LEAST_EXTRA_GIB)
-    if (
-        abs(numbers["loss"] - numbers["loss_of_the_run"])
-        > RUN_TOLERANCE * numbers["loss_of_the_run"]
-    ):
-        problem = "its loss is not the one that the run had"
-    elif is_accelerator(device) and numbers["peak_gib"] > allowed_gib:
-        problem = "loading held more than the model and a quarter"
-    return Row(
-        case="loaded model",
-        outcome="wrong" if problem else "ok",
-        message=problem,
-        numbers=numbers,
-    )
+    if is_accelerator(device) and numbers["peak_gib"] > allowed_gib:
+        return "loading held more than the model and a quarter"
+    return ""
+
+
+def _problem_of_completion(numbers: dict[str, Any]) -> str:
+    """Of the greedy completion of the loaded model, next to what the CPU says of its tokens."""
+    completion, on_the_cpu = numbers["completion"], numbers["on_the_cpu"]
+    if numbers["logp_error"] is None:
+        return f"it completed {completion!r}, then logits were not finite"
+    if numbers["logp_loss"] > LOGP_TOLERANCE:
+        return f"it completed {completion!r}, the CPU {on_the_cpu!r}"
+    if numbers["logp_error"] > LOGP_TOLERANCE:
+        error = numbers["logp_error"]
+        return f"log-probabilities of {completion!r} differ from the CPU's by up to {error:.2g}"
+    return ""
 
 
 def measure(run: Path, device: str) -> dict[str, Any]:
-    """The loaded model's bytes, the peak while it was loaded, its evaluation beside the run's, tokens per second."""
+    """The loaded model's bytes, the peak while it was loaded, its evaluation next to the run's, tokens per second, and
+    its greedy completion next to the CPU's.
+    """
     from bloomery.data.loader import Loader
     from bloomery.infer.generate import generate, load_model
     from bloomery.infer.load import Use
     from bloomery.infer.sampling import Sampling
-    from bloomery.monitor.events import EvalDone, read_events
     from bloomery.plan.store import read_plan
     from bloomery.train.evaluation.evaluation import validation_result
     from bloomery.train.objectives.build import build_objective
@@ -336,7 +402,66 @@ def measure(run: Path, device: str) -> dict[str, Any]:
         "tokens_per_second": 32 / seconds,
         "precision": plan.train.precision,
         "quantized_by": plan.quantized_by,
+        **_compared_completions(
+            decoder, load_model(run, step="last", use=Use("cpu"))[0], tokenizer
+        ),
     }
+
+
+def _compared_completions(
+    decoder: "Decoder", on_cpu: "Decoder", tokenizer: "Tokenizer"
+) -> dict[str, Any]:
+    """Greedy completions of both. Where they part, both may be right: the CPU also reads the device's tokens.
+
+    `logp_loss`: nats by which the CPU prefers its own token to that of the device, at most. `logp_error`: how far apart
+    log-probabilities of the device's tokens are, at most; None where logits are not finite.
+    """
+    import torch
+
+    from bloomery.infer.generate import beginning
+    from bloomery.infer.text import OutputText, text_pieces
+
+    prompt = beginning(tokenizer, PROMPT)
+    updates = _greedy_updates(decoder, tokenizer)
+    tokens = [update.token for update in updates if update.token is not None]
+    with torch.inference_mode():
+        logits_TV = on_cpu(torch.tensor([[*prompt, *tokens]])).head[0, len(prompt) - 1 : -1]
+    logprobs_TV = logits_TV.float().log_softmax(-1)
+    losses, errors = [0.0], [0.0]
+    for update, logprobs_V in zip(updates, logprobs_TV, strict=False):
+        assert update.token is not None and update.logprob is not None
+        logprob = float(logprobs_V[update.token])
+        losses.append(float(logprobs_V.max()) - logprob)
+        errors.append(abs(update.logprob - logprob))
+    is_finite = not isinstance(updates[-1].ended, Exception) and math.isfinite(max(errors))
+
+    def completion(updates: "list[TextUpdate]") -> str:
+        tokens = (update.token for update in updates if update.token is not None)
+        return "".join(text_pieces(tokens, OutputText(tokenizer, prompt)))
+
+    return {
+        "completion": completion(updates),
+        "on_the_cpu": completion(_greedy_updates(on_cpu, tokenizer)),
+        "logp_loss": max(losses),
+        "logp_error": max(errors) if is_finite else None,
+    }
+
+
+def _greedy_updates(decoder: "Decoder", tokenizer: "Tokenizer") -> "list[TextUpdate]":
+    """The tokens of the greedy completion, each with its log-probability, and its end."""
+    from bloomery.infer.decode import RunningBatch
+    from bloomery.infer.generate import beginning
+    from bloomery.infer.past import Past
+    from bloomery.infer.sampling import Sampling, known_ids
+
+    ends = known_ids(tokenizer.eos_id, decoder.config.eos_token_id)
+    batch = RunningBatch(Past(decoder))
+    sampling = Sampling(max_new_tokens=NEW_TOKENS, temperature=0.0, stop_ids=ends)
+    batch.add(beginning(tokenizer, PROMPT), sampling, logprobs=1)
+    updates: list[TextUpdate] = []
+    while batch.texts:
+        updates += batch.step()
+    return updates
 
 
 if __name__ == "__main__":
