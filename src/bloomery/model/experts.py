@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from bloomery.facts.config import Experts, ModelConfig
@@ -65,10 +66,10 @@ class Router(nn.Module):
 
     def forward(self, x_ND: Tensor) -> Choice:
         facts = self.facts
-        wide_ND = widened(x_ND)
         with torch.autocast(x_ND.device.type, enabled=False):
-            bias = None if self.bias is None else self.bias.to(wide_ND.dtype)
-            logits_NE = F.linear(wide_ND, self.weight.to(wide_ND.dtype), bias)
+            logits_NE: Tensor = _WideProduct.apply(x_ND, self.weight)  # type: ignore[no-untyped-call]  # torch's `apply`
+            if self.bias is not None:
+                logits_NE = logits_NE + self.bias.to(logits_NE.dtype)
         scores_NE = logits_NE.sigmoid() if facts.scores == "sigmoid" else logits_NE.softmax(-1)
         experts_NK = self.chosen(scores_NE.detach())
         if facts.softmax_of_chosen:
@@ -120,18 +121,29 @@ class ExpertMLPs(nn.Module):
             self.down_proj_bias = nn.Parameter(torch.empty(experts.count, width))
 
     def forward(self, x_ND: Tensor, choice: Choice) -> Tensor:
-        """[N, D]: for each token the weighted sum of what its experts make of it."""
-        order_S, place_S, ends_E = sorted_by_expert(choice.experts_NK, self.facts.count)
-        rows_SD = _Sorted.apply(x_ND, order_S, place_S)  # type: ignore[no-untyped-call]  # torch's `apply`
-        inner_SF = self.activated(
-            grouped_linear(rows_SD, self.gate_up_proj, self.gate_up_proj_bias, ends_E)
+        """[N, D]: for each token the weighted sum of what its experts make of it.
+
+        Weights multiply what enters the last product, which is linear: its results need not be kept for them.
+        """
+        pairs = sorted_by_expert(choice.experts_NK, self.facts.count)
+        weights_S = choice.weights_NK.flatten()[pairs.order_S]
+        gate_up_SF = grouped_linear(
+            x_ND, self.gate_up_proj, pairs, self.gate_up_proj_bias, is_sorted=False
         )
-        outputs_SD = grouped_linear(inner_SF, self.down_proj, self.down_proj_bias, ends_E)
-        outputs_SD = _Unsorted.apply(outputs_SD, order_S, place_S)  # type: ignore[no-untyped-call]
-        outputs_NKD = outputs_SD.unflatten(0, choice.experts_NK.shape)
-        weights_NK = choice.weights_NK.to(outputs_NKD.dtype)
-        summed: Tensor = (outputs_NKD * weights_NK[..., None]).sum(1)
-        return summed
+        inner_SF = _Weighted.apply(gate_up_SF, weights_S, self.activated)  # type: ignore[no-untyped-call]  # torch's `apply`
+        outputs_SD = grouped_linear(inner_SF, self.down_proj, pairs)
+        y_ND: Tensor = _Summed.apply(outputs_SD, pairs)  # type: ignore[no-untyped-call]  # torch's `apply`
+        if self.down_proj_bias is not None:
+            y_ND = y_ND + self._weighted_bias(self.down_proj_bias, choice).to(y_ND.dtype)
+        return y_ND
+
+    @staticmethod
+    def _weighted_bias(bias_ED: Tensor, choice: Choice) -> Tensor:
+        """[N, D]: the biases of each token's experts times their weights."""
+        weights_NE = torch.zeros_like(choice.scores_NE)
+        weights_NE = weights_NE.scatter(1, choice.experts_NK, choice.weights_NK)
+        with torch.autocast(bias_ED.device.type, enabled=False):
+            return weights_NE @ bias_ED.to(weights_NE.dtype)
 
     def activated(self, x: Tensor) -> Tensor:
         if not self.gated:
@@ -195,10 +207,25 @@ def load_of(choice: Choice, is_real_N: Tensor | None) -> RouterLoad:
     )
 
 
-def sorted_by_expert(experts_NK: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The order of pairs by their expert, int64 [S]; the place of each pair in it; and where the rows of each expert
-    end, int32 [E].
+class Pairs(NamedTuple):
+    """Pairs of a token and an expert, sorted by expert.
+
+    `order_S`: the pairs in that order, int64, pair s being of token s // K; `place_S`: where each pair is in it;
+    `ends_E`: where the rows of each expert end, int32.
     """
+
+    order_S: Tensor
+    place_S: Tensor
+    ends_E: Tensor
+    per_token: int
+
+    @property
+    def tokens_S(self) -> Tensor:
+        return self.order_S // self.per_token
+
+
+def sorted_by_expert(experts_NK: Tensor, count: int) -> Pairs:
+    """The pairs of a token are in the order in which they were chosen, those of an expert in that of the tokens."""
     experts_S = experts_NK.flatten()
     order_S = experts_S.argsort(stable=True)
     place_S = torch.empty_like(order_S).scatter_(
@@ -207,45 +234,98 @@ def sorted_by_expert(experts_NK: Tensor, count: int) -> tuple[Tensor, Tensor, Te
     # A search in the sorted experts, which the host need not wait for.
     numbers_E = torch.arange(count, device=experts_S.device)
     ends_E = torch.searchsorted(experts_S[order_S], numbers_E, right=True, out_int32=True)
-    return order_S, place_S, ends_E
+    return Pairs(order_S, place_S, ends_E, experts_NK.shape[1])
 
 
-class _Sorted(torch.autograd.Function):
-    """x [N, D] to the rows [S, D] of the sorted pairs. Backward adds the K rows of a token in a fixed order."""
-
-    @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, order_S: Tensor, place_S: Tensor) -> Tensor:
-        ctx.save_for_backward(place_S)
-        ctx.tokens = len(x_ND)
-        per_token = len(order_S) // len(x_ND)
-        return x_ND[order_S // per_token]
+class _Summed(torch.autograd.Function):
+    """Sorted rows [S, D] to the sum of each token's K rows [N, D], in a fixed order."""
 
     @staticmethod
-    def backward(ctx: Any, grad_SD: Tensor) -> tuple[Tensor, None, None]:
-        (place_S,) = ctx.saved_tensors
-        return grad_SD[place_S].unflatten(0, (ctx.tokens, -1)).sum(1), None, None
-
-
-class _Unsorted(torch.autograd.Function):
-    """Sorted rows [S, D] in the order of the pairs."""
+    def forward(ctx: Any, x_SD: Tensor, pairs: Pairs) -> Tensor:
+        ctx.pairs = pairs
+        return summed(x_SD, pairs)
 
     @staticmethod
-    def forward(ctx: Any, x_SD: Tensor, order_S: Tensor, place_S: Tensor) -> Tensor:
-        ctx.save_for_backward(order_S)
-        return x_SD[place_S]
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None]:
+        return grad_ND[ctx.pairs.tokens_S], None
+
+
+def summed(x_SD: Tensor, pairs: Pairs) -> Tensor:
+    """Sorted rows [S, D] to the sum over the pairs of each token, [N, D]."""
+    rows_NKD: Tensor = x_SD[pairs.place_S].unflatten(0, (-1, pairs.per_token))  # type: ignore[no-untyped-call]
+    return rows_NKD.sum(1)
+
+
+class _Weighted(torch.autograd.Function):
+    """The activation of sorted rows times their weights. It is computed again in backward: its input alone is kept."""
 
     @staticmethod
-    def backward(ctx: Any, grad_SD: Tensor) -> tuple[Tensor, None, None]:
-        (order_S,) = ctx.saved_tensors
-        return grad_SD[order_S], None, None
+    def forward(
+        ctx: Any, x_SF: Tensor, weights_S: Tensor, activated: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.save_for_backward(x_SF, weights_S)
+        ctx.activated = activated
+        return activated(x_SF) * weights_S[:, None].to(x_SF.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_SF: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x_SF, weights_S = ctx.saved_tensors
+        with torch.enable_grad():
+            x_SF = x_SF.detach().requires_grad_()
+            inner_SF = ctx.activated(x_SF)
+        grad_weights = None
+        if ctx.needs_input_grad[1]:
+            products_SF = widened(grad_SF) * widened(inner_SF.detach())
+            grad_weights = products_SF.sum(-1).to(weights_S.dtype)
+        (grad_x,) = torch.autograd.grad(inner_SF, x_SF, grad_SF * weights_S[:, None].to(x_SF.dtype))
+        return grad_x, grad_weights, None
+
+
+class _WideProduct(torch.autograd.Function):
+    """x W^T in float32 at least; x is kept as it came."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, weight_ED: Tensor) -> Tensor:
+        ctx.save_for_backward(x_ND, weight_ED)
+        wide_ND = widened(x_ND)
+        return F.linear(wide_ND, weight_ED.to(wide_ND.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_NE: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x_ND, weight_ED = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad
+        grad_x = (grad_NE @ weight_ED.to(grad_NE.dtype)).to(x_ND.dtype) if needs_x else None
+        grad_weight = None
+        if needs_weight:
+            grad_weight = (grad_NE.t() @ widened(x_ND)).to(weight_ED.dtype)
+        return grad_x, grad_weight
 
 
 def grouped_linear(
-    x_SI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, ends_E: Tensor
+    x: Tensor,
+    weight_EOI: Tensor,
+    pairs: Pairs,
+    bias_EO: Tensor | None = None,
+    *,
+    is_sorted: bool = True,
 ) -> Tensor:
-    """[S, O]: the rows up to `ends_E` of each expert times its matrix, in the dtype that autocast gives products."""
-    dtype = working_dtype(x_SI)
-    result: Tensor = _grouped(x_SI.to(dtype), weight_EOI, bias_EO, ends_E)
+    """[S, O]: each row times the matrix of its expert, in the dtype that autocast gives products.
+
+    x: the rows of the sorted pairs [S, I]; with `is_sorted=False` those of tokens [N, I], of which each expert takes
+    its own: no sorted copy is kept.
+    """
+    per_token = 0 if is_sorted else pairs.per_token
+    result: Tensor = _grouped(
+        x.to(working_dtype(x)),
+        weight_EOI,
+        bias_EO,
+        pairs.ends_E,
+        pairs.order_S,
+        pairs.place_S,
+        per_token,
+    )
     return result
 
 
@@ -260,36 +340,65 @@ def _spans(ends_E: Tensor) -> list[tuple[int, int, int]]:
     ]
 
 
+def _rows_of(x: Tensor, order_S: Tensor, per_token: int, start: int, end: int) -> Tensor:
+    """Rows `start` to `end` of the sorted pairs, from rows of tokens or, where `per_token` is 0, of pairs."""
+    return x[order_S[start:end] // per_token] if per_token else x[start:end]
+
+
 @torch.library.custom_op("bloomery::grouped_linear", mutates_args=())
-def _grouped(x_SI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, ends_E: Tensor) -> Tensor:
-    with torch.autocast(x_SI.device.type, enabled=False):
-        result_SO = x_SI.new_empty(len(x_SI), weight_EOI.shape[1])
+def _grouped(
+    x: Tensor,
+    weight_EOI: Tensor,
+    bias_EO: Tensor | None,
+    ends_E: Tensor,
+    order_S: Tensor,
+    place_S: Tensor,
+    per_token: int,
+) -> Tensor:
+    del place_S  # for the gradient of tokens
+    with torch.autocast(x.device.type, enabled=False):
+        result_SO = x.new_empty(len(order_S), weight_EOI.shape[1])
         for expert, start, end in _spans(ends_E):
-            matrix = weight_EOI[expert].to(x_SI.dtype)
-            bias = None if bias_EO is None else bias_EO[expert].to(x_SI.dtype)
-            result_SO[start:end] = F.linear(x_SI[start:end], matrix, bias)
+            rows = _rows_of(x, order_S, per_token, start, end)
+            bias = None if bias_EO is None else bias_EO[expert].to(x.dtype)
+            result_SO[start:end] = F.linear(rows, weight_EOI[expert].to(x.dtype), bias)
         return result_SO
 
 
 @torch.library.custom_op("bloomery::grouped_linear_inputs", mutates_args=())
-def _grouped_inputs(grad_SO: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    """The gradient of the rows."""
+def _grouped_inputs(
+    grad_SO: Tensor,
+    weight_EOI: Tensor,
+    ends_E: Tensor,
+    order_S: Tensor,
+    place_S: Tensor,
+    per_token: int,
+) -> Tensor:
+    """The gradient of the rows; of tokens the sum over their pairs, in a fixed order."""
     with torch.autocast(grad_SO.device.type, enabled=False):
         grad_SI = grad_SO.new_empty(len(grad_SO), weight_EOI.shape[2])
         for expert, start, end in _spans(ends_E):
-            torch.mm(
-                grad_SO[start:end], weight_EOI[expert].to(grad_SO.dtype), out=grad_SI[start:end]
-            )
-        return grad_SI
+            matrix = weight_EOI[expert].to(grad_SO.dtype)
+            torch.mm(grad_SO[start:end], matrix, out=grad_SI[start:end])
+        pairs = Pairs(order_S, place_S, ends_E, per_token)
+        return summed(grad_SI, pairs) if per_token else grad_SI
 
 
 @torch.library.custom_op("bloomery::grouped_linear_weights", mutates_args=())
-def _grouped_weights(grad_SO: Tensor, x_SI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+def _grouped_weights(
+    grad_SO: Tensor,
+    x: Tensor,
+    weight_EOI: Tensor,
+    ends_E: Tensor,
+    order_S: Tensor,
+    per_token: int,
+) -> Tensor:
     """The gradient of the matrices, 0 of an expert without rows, in their dtype."""
     with torch.autocast(grad_SO.device.type, enabled=False):
         grad_EOI = torch.zeros_like(weight_EOI)
         for expert, start, end in _spans(ends_E):
-            grad_EOI[expert] = grad_SO[start:end].t() @ x_SI[start:end]
+            rows = _rows_of(x, order_S, per_token, start, end)
+            grad_EOI[expert] = grad_SO[start:end].t() @ rows
         return grad_EOI
 
 
@@ -297,50 +406,59 @@ class _Context(Protocol):
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
     bias: Tensor | None
+    per_token: int
 
     def save_for_backward(self, *tensors: Tensor) -> None: ...
 
 
 def _save(ctx: _Context, inputs: tuple[Any, ...], output: Tensor) -> None:
     del output
-    x_SI, weight_EOI, bias_EO, ends_E = inputs
-    ctx.save_for_backward(x_SI, weight_EOI, ends_E)
+    x, weight_EOI, bias_EO, ends_E, order_S, place_S, per_token = inputs
+    # Frozen experts need no rows for their gradient.
+    rows = x if weight_EOI.requires_grad else x.new_empty(0)
+    ctx.save_for_backward(rows, weight_EOI, ends_E, order_S, place_S)
     ctx.bias = bias_EO
+    ctx.per_token = per_token
 
 
 def _differentiate(ctx: _Context, grad_SO: Tensor) -> tuple[Tensor | None, ...]:
-    x_SI, weight_EOI, ends_E = ctx.saved_tensors
-    needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+    x, weight_EOI, ends_E, order_S, place_S = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
     grad_SO = grad_SO.contiguous()
-    grad_x = _grouped_inputs(grad_SO, weight_EOI, ends_E) if needs_x else None
-    grad_weight = None
+    grad_x = grad_weight = grad_bias = None
+    if needs_x:
+        grad_x = _grouped_inputs(grad_SO, weight_EOI, ends_E, order_S, place_S, ctx.per_token)
     if needs_weight:
-        grad_weight = _grouped_weights(grad_SO, x_SI, weight_EOI, ends_E)
-    grad_bias = None
+        grad_weight = _grouped_weights(grad_SO, x, weight_EOI, ends_E, order_S, ctx.per_token)
     if needs_bias and ctx.bias is not None:
         # The sum of an expert's rows is its product with ones.
         ones = grad_SO.new_ones(len(grad_SO), 1)
         stack = ctx.bias[..., None]
-        grad_bias = _grouped_weights(grad_SO, ones, stack, ends_E).squeeze(-1)
-    return grad_x, grad_weight, grad_bias, None
+        grad_bias = _grouped_weights(grad_SO, ones, stack, ends_E, order_S, 0).squeeze(-1)
+    return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
 @_grouped.register_fake
 def _grouped_fake(
-    x_SI: Tensor, weight_EOI: Tensor, _bias_EO: Tensor | None, _ends_E: Tensor
+    x: Tensor, weight_EOI: Tensor, _bias: Tensor | None, _ends: Tensor, order_S: Tensor, *_: Any
 ) -> Tensor:
-    return x_SI.new_empty(len(x_SI), weight_EOI.shape[1])
+    return x.new_empty(len(order_S), weight_EOI.shape[1])
 
 
 @_grouped_inputs.register_fake
-def _grouped_inputs_fake(grad_SO: Tensor, weight_EOI: Tensor, _ends_E: Tensor) -> Tensor:
-    return grad_SO.new_empty(len(grad_SO), weight_EOI.shape[2])
+def _grouped_inputs_fake(
+    grad_SO: Tensor,
+    weight_EOI: Tensor,
+    _ends: Tensor,
+    _order: Tensor,
+    _place: Tensor,
+    per_token: int,
+) -> Tensor:
+    return grad_SO.new_empty(len(grad_SO) // max(1, per_token), weight_EOI.shape[2])
 
 
 @_grouped_weights.register_fake
-def _grouped_weights_fake(
-    _grad_SO: Tensor, _x_SI: Tensor, weight_EOI: Tensor, _ends_E: Tensor
-) -> Tensor:
+def _grouped_weights_fake(_grad_SO: Tensor, _x: Tensor, weight_EOI: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(weight_EOI)
 
 
@@ -348,9 +466,11 @@ _grouped.register_autograd(_differentiate, setup_context=_save)
 
 
 @register_flop_formula(torch.ops.bloomery.grouped_linear)
-def _flops(x: Shape, weight: Shape, *_: Any, **__: Any) -> int:
+def _flops(
+    _x: Shape, weight: Shape, _bias: Shape, _ends: Shape, order: Shape, *_: Any, **__: Any
+) -> int:
     """Of each row with one matrix, as torch counts products."""
-    return 2 * x[0] * weight[1] * weight[2]
+    return 2 * order[0] * weight[1] * weight[2]
 
 
 @register_flop_formula(torch.ops.bloomery.grouped_linear_inputs)
@@ -359,5 +479,5 @@ def _flops_of_inputs(grad: Shape, weight: Shape, *_: Any, **__: Any) -> int:
 
 
 @register_flop_formula(torch.ops.bloomery.grouped_linear_weights)
-def _flops_of_weights(grad: Shape, x: Shape, *_: Any, **__: Any) -> int:
-    return 2 * grad[0] * grad[1] * x[1]
+def _flops_of_weights(grad: Shape, _x: Shape, weight: Shape, *_: Any, **__: Any) -> int:
+    return 2 * grad[0] * weight[1] * weight[2]

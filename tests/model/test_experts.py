@@ -1,0 +1,136 @@
+"""Mixtures of experts: against transformers, tensor by tensor, and against what their definition says."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import CASES, saved_reference, tokens
+from torch.testing import assert_close
+
+from bloomery.facts.config import Experts, ModelConfig
+from bloomery.model.experts import ExpertMLPs, Router
+from bloomery.model.io.weights import load_decoder, model_state
+
+TOKENS = tokens()
+MIXTURES = ("qwen3-moe", "mixtral", "olmoe")
+CONFIG = ModelConfig(
+    vocab_size=8,
+    hidden_size=8,
+    intermediate_size=12,
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=8,
+)
+
+
+def built(experts: Experts) -> tuple[Router, ExpertMLPs]:
+    torch.manual_seed(0)
+    modules = Router(CONFIG, experts), ExpertMLPs(CONFIG, experts, torch.nn.functional.silu)
+    for module in modules:
+        for parameter in module.double().parameters():
+            torch.nn.init.normal_(parameter, std=0.5)
+    return modules
+
+
+@pytest.mark.parametrize("case", MIXTURES)
+def test_gradients_of_every_parameter_match_transformers(case: str, tmp_path: Path) -> None:
+    their_model = saved_reference(case, tmp_path)
+    our_model = load_decoder(tmp_path)
+    our_model(TOKENS).head.square().mean().backward()
+    their_model(TOKENS).logits.square().mean().backward()
+    theirs = {name: parameter.grad for name, parameter in their_model.named_parameters()}
+    ours = {name: parameter.grad for name, parameter in our_model.named_parameters()}
+    assert ours.keys() == theirs.keys()
+    for name, grad in ours.items():
+        assert_close(
+            grad, theirs[name], atol=1e-5, rtol=1e-3, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+@pytest.mark.parametrize("case", MIXTURES)
+@torch.no_grad()
+def test_the_same_experts_are_chosen_with_the_same_weights(case: str, tmp_path: Path) -> None:
+    their_model = saved_reference(case, tmp_path)
+    our_model = load_decoder(tmp_path)
+    theirs, ours = [], []
+    for layer in their_model.model.layers:
+        if hasattr(layer.mlp, "gate"):
+            layer.mlp.gate.register_forward_hook(lambda *a: theirs.append(a[2]))
+    for block in our_model.model.layers:
+        if block.kind.experts is not None:
+            block.mlp.gate.register_forward_hook(lambda *a: ours.append(a[2]))
+    their_model(TOKENS), our_model(TOKENS)
+    assert len(ours) == len(theirs) > 1
+    for choice, (_, weights, experts) in zip(ours, theirs, strict=True):
+        assert torch.equal(choice.experts_NK, experts)
+        assert_close(choice.weights_NK, weights, atol=1e-5, rtol=0)
+
+
+def test_all_experts_chosen_are_the_weighted_sum_of_dense_mlps() -> None:
+    router, experts = built(Experts(count=4, per_token=4, width=12))
+    x_ND = torch.randn(7, 8, dtype=torch.float64)
+    choice = router(x_ND)
+    expected = torch.zeros_like(x_ND)
+    for expert in range(4):
+        gate, up = (x_ND @ experts.gate_up_proj[expert].t()).chunk(2, dim=-1)
+        inner = torch.nn.functional.silu(gate) * up
+        expected += choice.scores_NE[:, expert, None] * (inner @ experts.down_proj[expert].t())
+    assert_close(experts(x_ND, choice), expected, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("per_token", [1, 3])
+def test_gradients_are_those_of_finite_differences(per_token: int, bias: bool) -> None:
+    router, experts = built(Experts(count=5, per_token=per_token, width=4, bias=bias))
+    x_ND = torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
+    parameters = [*router.parameters(), *experts.parameters()]
+
+    def output(x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        return experts(x, router(x))
+
+    assert torch.autograd.gradcheck(output, (x_ND, *parameters), fast_mode=True)
+
+
+def test_an_expert_that_nobody_chose_has_a_gradient_of_zero() -> None:
+    router, experts = built(Experts(count=6, per_token=1, width=4))
+    x_ND = torch.randn(2, 8, dtype=torch.float64)
+    choice = router(x_ND)
+    experts(x_ND, choice).sum().backward()
+    is_met = torch.zeros(6, dtype=torch.bool).index_fill(0, choice.experts_NK.flatten(), True)
+    for stack in (experts.gate_up_proj, experts.down_proj):
+        assert torch.equal(stack.grad.flatten(1).abs().sum(1) > 0, is_met)
+
+
+def test_what_a_token_gets_does_not_depend_on_the_others() -> None:
+    router, experts = built(Experts(count=4, per_token=2, width=12))
+    x_ND = torch.randn(9, 8, dtype=torch.float64)
+    together = experts(x_ND, router(x_ND))
+    for number in range(9):
+        row = x_ND[number : number + 1]
+        assert_close(experts(row, router(row)), together[number : number + 1], atol=1e-14, rtol=0)
+
+
+def test_backward_keeps_no_sorted_copy_of_the_tokens() -> None:
+    """Only the inner rows of gate and up, and the weighted ones, are as long as the pairs."""
+    router, experts = built(Experts(count=4, per_token=3, width=4))
+    x_ND = torch.randn(32, 8, dtype=torch.float64)
+    choice = router(x_ND)
+    kept: dict[int, torch.Tensor] = {}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.setdefault(tensor.untyped_storage().data_ptr(), tensor), lambda t: t
+    ):
+        experts(x_ND, choice)
+    long = [tensor for tensor in kept.values() if len(tensor) == 96 and tensor.dim() == 2]
+    assert sorted(tensor.shape[1] for tensor in long) == [4, 8]
+
+
+def test_our_parameters_are_all_of_theirs(tmp_path: Path) -> None:
+    assert set(MIXTURES) <= CASES.keys()
+    for case in MIXTURES:
+        folder = tmp_path / case
+        folder.mkdir()
+        their_model = saved_reference(case, folder)
+        ours = model_state(load_decoder(folder))
+        for name, parameter in their_model.named_parameters():
+            assert torch.equal(ours[name], parameter), name
