@@ -40,6 +40,7 @@ from bloomery.facts.config import ModelConfig, checked_config
 from bloomery.infer.load import Use
 from bloomery.infer.model_folder import ModelFiles, find_model
 from bloomery.model.configs import grown
+from bloomery.model.io.parameters import dtype_in
 from bloomery.model.io.stored import dtype_of, read_object
 from bloomery.model.io.weights import VOCABULARY, fill_new_rows, write_json, write_model_piecewise
 
@@ -151,7 +152,7 @@ def change(
         changed_config = _changed_config(config, changes, tokenizer.vocab_size)
 
         def changed_parameter(name: str) -> Tensor:
-            parameter = read_parameter(name).to(target_dtype)
+            parameter = read_parameter(name).to(dtype_in(config, name, target_dtype))
             if name not in VOCABULARY or not new_ids:
                 return parameter
             rows = changed_config.vocab_size

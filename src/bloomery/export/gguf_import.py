@@ -43,6 +43,7 @@ from bloomery.facts.counting import Rotation, layers, parameter_shapes
 from bloomery.facts.families import FAMILIES
 from bloomery.facts.gguf_graphs import GgufGraph
 from bloomery.facts.hf_config import config_from_hf
+from bloomery.model.io.parameters import dtype_in
 from bloomery.model.io.weights import write_json, write_model_piecewise
 from bloomery.model.rope import frequencies
 
@@ -762,7 +763,7 @@ def import_gguf(path: Path, out: Path, *, dtype: str | None = None) -> Exported:
             )
         parts = last_values[piece.name].split([shapes[part][0] for part in piece.parts])
         part = parts[piece.parts.index(name)].reshape(shapes[name])
-        parameter: Tensor = part.to(DTYPES[target])
+        parameter: Tensor = part.to(dtype_in(config, name, DTYPES[target]))
         if not torch.isfinite(parameter).all():
             problem = f"{piece.name} has numbers beyond the range of {target}"
             raise UserError(problem, where=str(path), fix="add --type float32")

@@ -52,6 +52,7 @@ from bloomery.model.configs import (
     untied_note,
 )
 from bloomery.model.decoder import Decoder
+from bloomery.model.io.parameters import dtype_in
 from bloomery.model.io.safetensors import TensorReader
 from bloomery.model.io.stored import (
     INDEX,
@@ -498,7 +499,7 @@ def merged_state(model: Decoder, dtype: torch.dtype) -> dict[str, Tensor]:
         if isinstance(module, LoraLinear) and name.endswith(".weight"):
             state[name] = module.merged_weight().detach().to(dtype)
         else:
-            state[name] = parameter.detach().to(dtype)
+            state[name] = parameter.detach().to(dtype_in(model.config, name, dtype))
     return state
 
 
@@ -524,7 +525,7 @@ def open_model(folder: Path, dtype: torch.dtype) -> Iterator[tuple[ReadParameter
 
         @torch.no_grad()
         def read_parameter(name: str) -> Tensor:
-            tensor = torch.empty(shapes[name], dtype=dtype)
+            tensor = torch.empty(shapes[name], dtype=dtype_in(config, name, dtype))
             stored.fill(name, tensor)
             return refuse_overflow(tensor, name, where=folder)
 
@@ -565,9 +566,10 @@ def open_merged(
         @torch.no_grad()
         def read_parameter(name: str) -> Tensor:
             parameter = model.get_parameter(name)
+            own_dtype = dtype_in(config, name, dtype)
             if not parameter.is_meta:  # one of modules_to_save
                 return refuse_overflow(
-                    changes.applied(name, parameter.detach()).to(dtype), name, where=folder
+                    changes.applied(name, parameter.detach()).to(own_dtype), name, where=folder
                 )
             weight = torch.empty(parameter.shape, dtype=torch.float32, device=device)
             stored.fill(name, weight)
@@ -578,7 +580,7 @@ def open_merged(
                 module.note_residual()
                 weight = module.merged_weight()
                 module.weight = parameter
-            return refuse_overflow(weight.to(dtype), name, where=folder)
+            return refuse_overflow(weight.to(own_dtype), name, where=folder)
 
         yield read_parameter, config
 

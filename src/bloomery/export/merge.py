@@ -32,6 +32,7 @@ from bloomery.facts.counting import parameter_shapes
 from bloomery.infer.load import Use
 from bloomery.infer.model_folder import ModelFiles, find_model
 from bloomery.model.adapters.settings import Base
+from bloomery.model.io.parameters import dtype_in
 from bloomery.model.io.stored import dtype_of
 from bloomery.model.io.weights import write_model_piecewise
 
@@ -108,7 +109,7 @@ def merge(
                 merged = weighted_mean(parameters, weights)
             else:
                 merged = with_changes(parameters[-1], parameters[:-1], weights)
-            return refuse_overflow(merged.to(target_dtype), name, where=out)
+            return refuse_overflow(merged.to(dtype_in(config, name, target_dtype)), name, where=out)
 
         with draft_of(out) as draft:
             write_model_piecewise(merged_parameter, config, target_dtype, draft)

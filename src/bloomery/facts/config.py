@@ -93,7 +93,8 @@ class Experts:
     chosen from the `groups_per_token` best of so many equal groups; a group is as good as its best expert, or as its
     `best_of_group` best together.
 
-    `bias`: of each expert and of the router. `clamp`: of gate and up as in gpt-oss, with its activation.
+    `float32_router`: its matrix is float32 in memory and files, too, in whatever dtype the others are (as each choice
+    bias is). `bias`: of each expert and of the router. `clamp`: of gate and up as in gpt-oss, with its activation.
     `shared_width`: of an MLP that computes every token, too; `shared_gate`: the sigmoid of a linear map of the token
     multiplies it. `layers`: which layers have experts, the others an MLP; empty: all. `balance`: the coefficient of the
     loss that evens their load, as the config states it; 0: none.
@@ -111,6 +112,7 @@ class Experts:
     groups: int = 1
     groups_per_token: int = 1
     best_of_group: int = 1
+    float32_router: bool = False
     bias: bool = False
     clamp: float | None = None
     shared_width: int = 0

@@ -372,6 +372,17 @@ def is_never_trained(name: str) -> bool:
     return name.endswith(("layer_scalar", "mlp.act_fn.beta", "mlp.act_fn.eps", CHOICE_BIAS))
 
 
+def is_kept_float32(config: ModelConfig, name: str) -> bool:
+    """Whether a parameter is float32 in memory and files, in whatever dtype the others are, as transformers keeps it.
+
+    What chooses among experts would choose others if it were rounded.
+    """
+    if name.endswith(CHOICE_BIAS):
+        return True
+    experts = config.experts
+    return experts is not None and experts.float32_router and name.endswith(ROUTER)
+
+
 def is_layer_matrix(name: str, shape: Shape) -> bool:
     """Whether a parameter is a matrix inside a layer, or a stack of them: no embedding, head, norm, bias or router."""
     if not is_in_layer(name) or name.endswith(ROUTER):

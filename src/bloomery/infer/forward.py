@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from bloomery.core.device import accelerator_type, can
 from bloomery.data.batch import Batch, Places
-from bloomery.facts.counting import is_never_trained
+from bloomery.facts.counting import is_kept_float32, is_never_trained
 from bloomery.model.adapters.lora import is_added
 from bloomery.model.attention.attend import DocumentBorders, borders_of
 from bloomery.model.decoder import Decoder, Output
@@ -37,8 +37,8 @@ def prepare_weights(model: Decoder, precision: str) -> None:
             # A head that shares the matrix of the embeddings is a Linear, but holds an embedding.
             is_embedding = parameter is model.model.embed_tokens.weight
             is_matrix = isinstance(module, nn.Linear) and not is_embedding
-            if is_never_trained(name):
-                dtype = torch.float32  # one number, which a training in full may not round
+            if is_never_trained(name) or is_kept_float32(model.config, name):
+                dtype = torch.float32  # few numbers, which a training in full may not round
             elif parameter.requires_grad:
                 dtype = torch.bfloat16 if precision == "bfloat16-pure" else torch.float32
             elif precision == "float16" and not is_matrix:

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from bloomery.facts.counting import is_never_trained
 from bloomery.model.adapters.settings import shares_head
 from bloomery.model.decoder import Decoder
+from bloomery.model.experts import Router
 from bloomery.model.io.weights import quantized_weights
 from bloomery.model.norms import LayerNorm, RMSNorm
 from bloomery.model.xielu import XIELU
@@ -59,21 +60,22 @@ def apply_fsdp(
     for _, weight in quantized_weights(model):
         weight.become_parameters()
 
-    # 1. Blocks. Their norms are small: every rank has them in full, and their gradients are summed like a replica's.
+    # 1. Blocks. Their norms and routers are small: every rank has them in full, and their gradients are summed like a
+    # replica's. A router computes with the float32 that it is kept in, on shards as without.
     *_, last_block = model.model.layers  # by order: a stage keeps the numbers of its layers
     for block in model.model.layers:
-        norm_weights = {
+        small_weights = {
             weight
             for module in block.modules()
-            if isinstance(module, RMSNorm | LayerNorm | XIELU)
+            if isinstance(module, RMSNorm | LayerNorm | XIELU | Router)
             for weight in module.parameters()
         }
-        norm_weights |= {w for name, w in block.named_parameters() if is_never_trained(name)}
+        small_weights |= {w for name, w in block.named_parameters() if is_never_trained(name)}
         fully_shard(
             block,
             mesh=device_mesh,
             mp_policy=block_policy,
-            ignored_params=norm_weights,
+            ignored_params=small_weights,
             # Backward begins with the last block, right after its forward: it stays gathered.
             reshard_after_forward=block is not last_block,
         )

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from bloomery.facts.counting import expert_parts
+from bloomery.facts.config import ModelConfig
+from bloomery.facts.counting import expert_parts, is_kept_float32
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -23,6 +24,18 @@ def stream(seed: int, name: str) -> torch.Generator:
     """A generator whose values depend neither on the device nor on which other parameters exist."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def dtype_in(config: ModelConfig, name: str, dtype: torch.dtype) -> torch.dtype:
+    """Of a parameter in a model of `dtype`: that, or float32 where a few digits less would choose other experts."""
+    return torch.float32 if dtype.itemsize < 4 and is_kept_float32(config, name) else dtype
+
+
+@torch.no_grad()
+def cast(model: nn.Module, config: ModelConfig, dtype: torch.dtype) -> None:
+    """In place: every parameter of the model to `dtype`, by `dtype_in`."""
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(dtype_in(config, name, dtype))
 
 
 def is_sharded(module: nn.Module) -> TypeGuard["FSDPModule"]:

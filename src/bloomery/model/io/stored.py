@@ -464,9 +464,19 @@ def _unread_parts(
 
 
 def dtype_of(folder: Path) -> "torch.dtype":
-    """What a copy of the folder is written in: of its first tensor; of quantized weights, what their numbers have."""
+    """What a copy of the folder is written in: of most of its numbers; of quantized weights, what theirs have.
+
+    A few numbers may have more digits than the others: those that choose experts.
+    """
     tensors = list(find_tensors(folder).values())
-    return next((tensor for tensor in tensors if tensor.packing is not None), tensors[0]).dtype
+    packed = next((tensor for tensor in tensors if tensor.packing is not None), None)
+    if packed is not None:
+        return packed.dtype
+    numbers = Counter[str]()
+    for tensor in tensors:
+        numbers[tensor.kind] += math.prod(tensor.shape)
+    ((kind, _),) = numbers.most_common(1)
+    return next(tensor for tensor in tensors if tensor.kind == kind).dtype
 
 
 def stored_in(folder: Path, name: str) -> dict[str, StoredTensor]:

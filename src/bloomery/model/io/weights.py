@@ -32,7 +32,16 @@ from bloomery.model.adapters.settings import (
 )
 from bloomery.model.configs import grown, read_config
 from bloomery.model.decoder import Decoder
-from bloomery.model.io.parameters import first_row, full, local, put, stream, unstacked
+from bloomery.model.io.parameters import (
+    cast,
+    dtype_in,
+    first_row,
+    full,
+    local,
+    put,
+    stream,
+    unstacked,
+)
 from bloomery.model.io.quantized import QuantizedWeight
 from bloomery.model.io.safetensors import (
     Spec,
@@ -169,9 +178,8 @@ def load_decoder(
 
     # The caller arranges the decoder while it is on the meta device, where nothing has a cost yet.
     with torch.device("meta"):
-        decoder = Decoder(config, attention=attention).to(
-            dtype or tensors["model.embed_tokens.weight"].dtype
-        )
+        decoder = Decoder(config, attention=attention)
+        cast(decoder, config, dtype or tensors["model.embed_tokens.weight"].dtype)
         if settings is not None:
             adapt_as(decoder, settings)
     if arrange is not None:
@@ -204,7 +212,8 @@ def fresh_decoder(
     """A decoder with initialized parameters, in training mode."""
     with torch.device("meta"):
         decoder = Decoder(config, attention=attention)
-    give_memory(decoder.to(dtype), device)
+    cast(decoder, config, dtype)
+    give_memory(decoder, device)
     init_weights(decoder, seed)
     return decoder
 
@@ -304,7 +313,8 @@ def write_model_piecewise(
     *,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """`write_model` that holds one stored tensor at a time. `produce`: a parameter by our name, in `dtype`."""
+    """`write_model` that holds one stored tensor at a time. `produce`: a parameter by our name, in `dtype_in`
+    of it."""
     write_config(config, str(dtype).removeprefix("torch."), folder)
     # A stored tensor is made of one parameter, or of several where the family stores them fused.
     locations = tensor_locations(config)
@@ -314,7 +324,10 @@ def write_model_piecewise(
     for name, location in locations.items():
         parameters_by_stored_name.setdefault(location.name, []).append(name)
     specs: dict[str, Spec] = {
-        stored_name: (locations[names[0]].stored_shape(shapes[names[0]]), dtype)
+        stored_name: (
+            locations[names[0]].stored_shape(shapes[names[0]]),
+            dtype_in(config, names[0], dtype),
+        )
         for stored_name, names in parameters_by_stored_name.items()
     }
     buffers = stored_buffers(config)

@@ -9,6 +9,7 @@ messages until it sends the end. A rank that cannot write takes part until the e
 import errno
 import platform
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -243,7 +244,11 @@ class RankWriters:
         # What belongs to no rank alone: the config, parts without a tensor (the states of an optimizer whose updates
         # were all skipped), and the index of each part that is in several files.
         if staged.stored_model is not None:
-            dtype = next(owned.dtype for owned in staged.owned_tensors if owned.part == MODEL)
+            bytes_of_dtype = Counter[str]()
+            for owned in staged.owned_tensors:
+                if owned.part == MODEL:
+                    bytes_of_dtype[owned.dtype] += owned.bytes
+            ((dtype, _),) = bytes_of_dtype.most_common(1)
             staged.stored_model.write_config(dtype, draft)
         for part in set(staged.parts) - {owned.part for owned in staged.owned_tensors}:
             with system_errors():
