@@ -200,11 +200,16 @@ def load_of(choice: Choice, is_real_N: Tensor | None) -> RouterLoad:
     known_NE = probabilities_NE.detach()
     return RouterLoad(
         tokens=real_N.sum(),
-        counts_E=real_N @ is_chosen_NE,
-        scores_E=real_N @ probabilities_NE,
+        counts_E=summed_by(real_N, is_chosen_NE),
+        scores_E=summed_by(real_N, probabilities_NE),
         squares=real_N @ logsums_N.square(),
         entropy=-(real_N @ torch.special.xlogy(known_NE, known_NE).sum(-1)),
     )
+
+
+def summed_by(weights_N: Tensor, values_NE: Tensor) -> Tensor:
+    """[E]. torch's product of a vector changes its result in place, which selective checkpointing refuses."""
+    return (weights_N[None] @ values_NE)[0]
 
 
 class Pairs(NamedTuple):
@@ -252,7 +257,7 @@ class _Summed(torch.autograd.Function):
 
 def summed(x_SD: Tensor, pairs: Pairs) -> Tensor:
     """Sorted rows [S, D] to the sum over the pairs of each token, [N, D]."""
-    rows_NKD: Tensor = x_SD[pairs.place_S].unflatten(0, (-1, pairs.per_token))  # type: ignore[no-untyped-call]
+    rows_NKD: Tensor = x_SD[pairs.place_S].unflatten(0, (-1, pairs.per_token))
     return rows_NKD.sum(1)
 
 

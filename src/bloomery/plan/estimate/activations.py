@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 
 from bloomery.facts.attention import BACKENDS
+from bloomery.facts.counting import Layer, is_expert_stack
 from bloomery.facts.limits import (
     ATTENTION_BLOCK,
     CPU_SCORES,
@@ -16,7 +17,7 @@ from bloomery.facts.limits import (
     DEQUANTIZED_ON_GPU,
     GPU_SCORES,
 )
-from bloomery.plan.estimate import delta_net
+from bloomery.plan.estimate import delta_net, experts
 from bloomery.plan.estimate.states import TrainedLayer
 from bloomery.plan.estimate.step import StepShape
 
@@ -128,14 +129,27 @@ def layer_bytes_per_token(step: StepShape, layer: TrainedLayer) -> float:
 def _product_bytes_per_token(step: StepShape, layer: TrainedLayer) -> float:
     """Results of a layer's matmuls and of attention."""
     facts = layer.layer
+    return _mixer_product_bytes(step, facts) + _mlp_product_bytes(step, facts)
+
+
+def _mlp_product_bytes(step: StepShape, facts: Layer) -> float:
     hidden_size = step.config.hidden_size
-    widths = hidden_size + (2 if facts.gated_mlp else 1) * facts.intermediate_size
+    gates = 2 if facts.gated_mlp else 1
+    if facts.experts is None:
+        return float(step.element_bytes * (hidden_size + gates * facts.intermediate_size))
+    shared_width = facts.experts.shared_width
+    shared = hidden_size + gates * shared_width if shared_width else 0
+    products = experts.product_bytes_per_token(step, facts, facts.experts)
+    return step.element_bytes * shared + products
+
+
+def _mixer_product_bytes(step: StepShape, facts: Layer) -> float:
+    hidden_size = step.config.hidden_size
     if facts.delta_net is not None:
-        products = delta_net.product_bytes_per_token(step, facts.delta_net)
-        return step.element_bytes * widths + products
+        return delta_net.product_bytes_per_token(step, facts.delta_net)
     if facts.short_convolution is not None:
-        return float(step.element_bytes * (widths + 4 * hidden_size))
-    widths += hidden_size + (3 if step.config.attention_gate else 2) * facts.query_width
+        return float(step.element_bytes * 4 * hidden_size)
+    widths = hidden_size + (3 if step.config.attention_gate else 2) * facts.query_width
     if facts.keys_of is None:
         widths += (1 if facts.keys_are_values else 2) * facts.key_width
     if facts.per_layer_input_size:
@@ -262,6 +276,23 @@ def _own_input_bytes(step: StepShape, layer: TrainedLayer) -> float:
 
 
 def _mlp_bytes(step: StepShape, layer: TrainedLayer) -> float:
+    """Of an MLP, or of experts and the one that every token meets."""
+    mixture = layer.layer.experts
+    if mixture is None:
+        return _dense_mlp_bytes(step, layer, layer.layer.intermediate_size)
+    keeps_input = not step.mode.frozen or any(".experts.gate_up" in name for name in layer.adapter)
+    keeps_inner = not step.mode.frozen or any(".experts.down" in name for name in layer.adapter)
+    kept_bytes = experts.kept_bytes_per_token(
+        step, layer.layer, mixture, keeps_input=keeps_input, keeps_inner=keeps_inner
+    )
+    if mixture.shared_width:
+        kept_bytes += _dense_mlp_bytes(step, layer, mixture.shared_width)
+        if keeps_input:  # one tensor is kept for both
+            kept_bytes -= step.element_bytes * step.config.hidden_size
+    return kept_bytes
+
+
+def _dense_mlp_bytes(step: StepShape, layer: TrainedLayer, inner_width: int) -> float:
     """An MLP keeps its input, the input and output of the activation, and for a gate the other factor and the
     product.
     """
@@ -280,7 +311,7 @@ def _mlp_bytes(step: StepShape, layer: TrainedLayer) -> float:
         step, layer, "q_proj", "k_proj", "v_proj"
     ):
         input_width = 0
-    return step.element_bytes * (input_width + inner_tensors * facts.intermediate_size)
+    return step.element_bytes * (input_width + inner_tensors * inner_width)
 
 
 def _keeps_input(step: StepShape, layer: TrainedLayer, *modules: str) -> bool:
@@ -371,7 +402,13 @@ def backward_bytes(step: StepShape, layer: TrainedLayer) -> float:
         matrix_bytes += element_bytes * largest + max(
             0.0, DEQUANTIZE_SCRATCH_BYTES * piece - product_bytes
         )
-    mlp_values = element_bytes * (hidden_size + inner_width)
+    mlp_values = float(element_bytes * (hidden_size + inner_width))
+    stacks = {
+        name: math.prod(shape) for name, shape in layer.trained.items() if is_expert_stack(name)
+    }
+    if facts.experts is not None:
+        mlp_values = experts.passing_bytes_per_token(step, facts, facts.experts)
+        matrix_bytes = max(matrix_bytes, float(sum(stacks.values()) * step.layer_gradient_bytes))
     if step.config.activation == "xielu" and not step.compiled:
         mlp_values += (XIELU_SCRATCH + (0 if element_bytes == 4 else 8)) * facts.intermediate_size
     mlp = tokens * (stream_bytes + mlp_values) + matrix_bytes
@@ -383,7 +420,7 @@ def backward_bytes(step: StepShape, layer: TrainedLayer) -> float:
     )
     waiting_values = sum(
         size for name, size in trained_sizes.items() if name.startswith(waiting_modules)
-    )
+    ) + sum(stacks.values())
     if step.compiled and trained_sizes:
         waiting_values = layer.trainable_values
     elif step.accumulating or step.mode.fused_backward:

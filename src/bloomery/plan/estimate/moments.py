@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
+from bloomery.facts.counting import is_expert_stack
 from bloomery.facts.limits import CPU_TILE
 from bloomery.model.adapters.settings import EMBEDDING
 from bloomery.plan.estimate.activations import (
@@ -138,8 +139,9 @@ def copied_values(step: StepShape, layer: TrainedLayer) -> int:
         matrices = sum(
             matrix.size + matrix.outputs * matrix.bias for matrix in layer.layer.matrices
         )
-        experts = sum(math.prod(shape) for name, shape in layer.layer.shapes if ".experts." in name)
-        return matrices + experts
+        # A CPU copies one expert at a time.
+        stacks = [shape for name, shape in layer.layer.shapes if is_expert_stack(name)]
+        return matrices + (sum(map(math.prod, stacks)) if step.on_gpu else 0)
     groups = ((layer.trained, step.weight_bytes), (layer.adapter, step.mode.adapter_bytes))
     return sum(
         math.prod(shape)

@@ -8,7 +8,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from bloomery.facts.counting import BLOCK_NORMS, Shape, flops_per_token, input_products
+from bloomery.facts.counting import (
+    BLOCK_NORMS,
+    Shape,
+    flops_per_token,
+    input_products,
+    is_expert_stack,
+)
 from bloomery.facts.limits import CPU_TILE, storage_bytes
 from bloomery.facts.optimizers import OPTIMIZERS
 from bloomery.hardware.machine import Machine
@@ -448,7 +454,7 @@ def _values_met(shapes: Mapping[str, Shape], expert_share: float = 1.0) -> float
     return sum(
         math.prod(shape) * (expert_share if ".experts." in name else 1.0)
         for name, shape in shapes.items()
-        if len(shape) == 2
+        if len(shape) == 2 or (len(shape) == 3 and is_expert_stack(name))
     )
 
 

@@ -1,0 +1,59 @@
+"""Memory of a mixture of experts in a training step (`model.experts`): what it keeps, and what passes in its backward.
+
+Of each pair of a token and an expert it keeps what gate and up make, and the weighted product of both where a gradient
+of weights reads it; of each token what the router computes.
+"""
+
+from bloomery.facts.config import Experts
+from bloomery.facts.counting import Layer
+from bloomery.plan.estimate.step import StepShape
+
+# Float32 numbers of each expert that a token keeps: its logit, its score, its probability.
+ROUTER_VALUES = 3
+# Of each chosen expert, bytes that a token keeps: order and place of the pair, the choice, and its weight three times.
+PAIR_BYTES = 8 + 8 + 8 + 3 * 4
+# Float32 numbers of a pair's inner width while the gradient of its weight is summed, where they are widened.
+WIDENED = 3
+
+
+def kept_bytes_per_token(
+    step: StepShape, layer: Layer, experts: Experts, *, keeps_input: bool, keeps_inner: bool
+) -> float:
+    """`keeps_input`, `keeps_inner`: whether gradients of weights read the input, and the rows before the last product.
+
+    Without what the shared expert keeps, which is an MLP.
+    """
+    inner = experts.per_token * experts.width
+    width = step.config.hidden_size if keeps_input else 0
+    width += (2 if layer.gated_mlp else 1) * inner
+    width += inner if keeps_inner else 0
+    router = 4 * ROUTER_VALUES * experts.count + PAIR_BYTES * experts.per_token
+    shared_gate = 2 * step.element_bytes * step.config.hidden_size if experts.shared_gate else 0
+    return float(step.element_bytes * width + router + shared_gate)
+
+
+def product_bytes_per_token(step: StepShape, layer: Layer, experts: Experts) -> float:
+    """Results of its products, which selective checkpointing keeps: each pair has a row of the residual's width."""
+    rows = (2 if layer.gated_mlp else 1) * experts.width + step.config.hidden_size
+    router = 4 * experts.count
+    return float(step.element_bytes * experts.per_token * rows + router)
+
+
+def passing_bytes_per_token(step: StepShape, layer: Layer, experts: Experts) -> float:
+    """The most that exists at once in backward, with the gradient of the stream beside it.
+
+    First the gradients around the last product; then those of the activation, which is computed again, and of the
+    weights; then those around the first product.
+    """
+    hidden = experts.per_token * step.config.hidden_size
+    inner = experts.per_token * experts.width
+    gates = 2 if layer.gated_mlp else 1
+    widened = 4 * WIDENED * inner if step.element_bytes < 4 else step.element_bytes * inner
+    return float(
+        max(
+            step.element_bytes * (hidden + inner),
+            step.element_bytes * 2 * inner + widened,
+            step.element_bytes * (2 + 2 * gates) * inner,
+            step.element_bytes * (gates * inner + hidden + step.config.hidden_size),
+        )
+    )
