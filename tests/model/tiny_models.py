@@ -57,6 +57,7 @@ OLMO3_ROPE = {
     "full_attention": YARN | {"rope_theta": 5e5},
     "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
 }
+OSS_ROPE = YARN | {"rope_theta": 15e4, "truncate": False}
 MINISTRAL_ROPE = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
 HUNYUAN_ROPE = {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 1e4}
 FULL = ["full_attention"] * 4
@@ -93,6 +94,12 @@ CASES: dict[str, tuple[str, dict]] = {
     ),
     "mixtral": ("Mixtral", MIXTURE | dict(num_local_experts=4)),
     "olmoe": ("Olmoe", MIXTURE | dict(num_experts=8, num_experts_per_tok=3)),
+    "gpt-oss": (  # a small limit, which many numbers exceed
+        "GptOss",
+        MIXTURE
+        | dict(num_local_experts=4, head_dim=16, sliding_window=8, rope_parameters=OSS_ROPE)
+        | dict(swiglu_limit=0.4, swiglu_alpha=1.3),
+    ),
     "gpt2": ("GPT2", GPT2),
     "gpt2-erf-wide": (
         "GPT2",

@@ -103,7 +103,6 @@ def chosen_recipe(
     """
     from bloomery.hub import PREFIX, fetch_dataset, fetch_model, is_hub_id
     from bloomery.plan.made import made_recipe, reading_lines, refuse_data
-    from bloomery.plan.unsupported import refuse_untrained
     from bloomery.recipe.load import load_recipe, load_text, packaged
 
     # Beside --model and --data the first argument may be an override: click took it for RECIPE.
@@ -132,7 +131,6 @@ def chosen_recipe(
     # A generated recipe reads the model's config and the first rows of the dataset, so both are downloaded first.
     with text_flags():
         if fetch and is_hub_id(model):
-            refuse_untrained(model)
             fetch_model(model)
         if fetch and data is not None and (data.startswith(PREFIX) or is_hub_id(data)):
             fetch_dataset(PREFIX + data.removeprefix(PREFIX))

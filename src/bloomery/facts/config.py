@@ -94,7 +94,8 @@ class Experts:
     `best_of_group` best together.
 
     `float32_router`: its matrix is float32 in memory and files, too, in whatever dtype the others are (as each choice
-    bias is). `bias`: of each expert and of the router. `clamp`: of gate and up as in gpt-oss, with its activation.
+    bias is). `bias`: of each expert and of the router. `clamp`: of gate and up as in gpt-oss, with its activation, in
+    which `slope` is that of the sigmoid.
     `shared_width`: of an MLP that computes every token, too; `shared_gate`: the sigmoid of a linear map of the token
     multiplies it. `layers`: which layers have experts, the others an MLP; empty: all. `balance`: the coefficient of the
     loss that evens their load, as the config states it; 0: none.
@@ -115,6 +116,7 @@ class Experts:
     float32_router: bool = False
     bias: bool = False
     clamp: float | None = None
+    slope: float = 1.702
     shared_width: int = 0
     shared_gate: bool = False
     layers: tuple[bool, ...] = ()

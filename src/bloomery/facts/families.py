@@ -6,7 +6,6 @@ classes.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
 from bloomery.core.errors import UserError
@@ -17,6 +16,7 @@ from bloomery.facts.family_entries import (
     gemma,
     gemma4,
     gpt2,
+    gpt_oss,
     granite,
     lfm,
     llama_like,
@@ -46,28 +46,10 @@ FAMILIES: OpenTable[Family] = OpenTable(
         **apertus.FAMILIES,
         **granite.FAMILIES,
         **mixtures.FAMILIES,
+        **gpt_oss.FAMILIES,
     }
 )
 
-
-@dataclass(frozen=True)
-class ExpertFamily:
-    """A mixture of experts that is planned and not trained: its dense kin with experts in place of each MLP.
-
-    `bias` as in `config.Experts`; `sinks`: its attention has them.
-    """
-
-    label: str
-    dense_kin: str
-    bias: bool = False
-    sinks: bool = False
-
-
-EXPERT_FAMILIES: Mapping[str, ExpertFamily] = MappingProxyType(
-    {
-        "gpt_oss": ExpertFamily("GPT-OSS", "llama", bias=True, sinks=True),
-    }
-)
 
 # The model_type of a multimodal model, and of its language model.
 MULTIMODAL: Mapping[str, str] = MappingProxyType(
@@ -87,8 +69,6 @@ def family_label(config: ModelConfig) -> str:
     """How people write the name of the config's architecture."""
     if config.transformers_backend is not None:
         return architecture_of(config).removesuffix("ForCausalLM").removesuffix("LMHeadModel")
-    if config.family in EXPERT_FAMILIES:
-        return EXPERT_FAMILIES[config.family].label
     return FAMILIES[config.family].label
 
 

@@ -47,13 +47,16 @@ class StoredExperts:
     """How files keep the matrices of the experts of a layer: each by itself, or those of all experts in one tensor.
 
     `modules`: gate_proj, up_proj and down_proj -> their names, where each is stored by itself under
-    `prefix`.N. `stacks`: gate_up_proj and down_proj -> the names of the tensors of all experts, [E, outputs, inputs],
-    the rows of gate before those of up; with their `.weight`, where they have one.
+    `prefix`.N. `stacks`: gate_up_proj, down_proj and their biases -> the names of the tensors of all experts,
+    [E, outputs, inputs], the rows of gate before those of up; with their `.weight`, where they have one. `transposed`:
+    they are [E, inputs, outputs]. `interleaved`: the rows of gate and up take turns, gate first.
     """
 
     prefix: str = "mlp.experts"
     modules: Mapping[str, str] = field(default_factory=dict)
     stacks: Mapping[str, str] = field(default_factory=dict)
+    transposed: bool = False
+    interleaved: bool = False
 
 
 @dataclass(frozen=True)

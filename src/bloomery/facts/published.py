@@ -5,15 +5,13 @@ A run never reads the table: it reads the folder that was fetched.
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cache
 from importlib import resources
 from typing import Any, NamedTuple
 
 from bloomery.core.text import closest
-from bloomery.facts.config import Experts, ModelConfig
+from bloomery.facts.config import ModelConfig
 from bloomery.facts.copies import Copy, quantized_copy
-from bloomery.facts.families import EXPERT_FAMILIES, FAMILIES
 from bloomery.facts.hf_config import config_from_hf
 
 
@@ -111,24 +109,7 @@ def entry_config(entry: Published, *, where: str) -> ModelConfig:
     # TOML has no null: Mistral's config.json writes one where there is no window.
     defaults = {"sliding_window": None} if entry.kind in ("mistral", "mixtral") else {}
     settings = {**defaults, **entry.config}
-    if entry.kind in FAMILIES:
-        return config_from_hf({"model_type": entry.kind, **settings}, where=where)
-
-    # Families name the same facts of their experts differently.
-    family = EXPERT_FAMILIES[entry.kind]
-    experts = Experts(
-        count=settings.get("num_experts") or settings["num_local_experts"],
-        per_token=settings["num_experts_per_tok"],
-        width=settings.get("moe_intermediate_size", settings["intermediate_size"]),
-        bias=family.bias,
-    )
-    # A token passes through `per_token` experts: together they are as wide as one MLP.
-    dense_settings = settings | {
-        "model_type": family.dense_kin,
-        "intermediate_size": experts.per_token * experts.width,
-    }
-    dense_config = config_from_hf(dense_settings, where=where)
-    return replace(dense_config, family=entry.kind, experts=experts, attention_sinks=family.sinks)
+    return config_from_hf({"model_type": entry.kind, **settings}, where=where)
 
 
 def similar_names(name: str) -> list[str]:

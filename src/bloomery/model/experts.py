@@ -21,8 +21,6 @@ from bloomery.facts.config import Experts, ModelConfig
 from bloomery.facts.counting import Shape
 from bloomery.model.norms import widened, working_dtype
 
-OSS_SLOPE = 1.702  # of the sigmoid in gpt-oss' activation
-
 
 class Choice(NamedTuple):
     """What a router decides. `scores_NE` of all experts, float32 at least; `experts_NK`: the chosen ones, int64."""
@@ -154,7 +152,7 @@ class ExpertMLPs(nn.Module):
         # gpt-oss: openai/gpt-oss, gpt_oss/torch/model.py, `swiglu`
         gate = gate.clamp(max=self.facts.clamp)
         up = up.clamp(-self.facts.clamp, self.facts.clamp)
-        return gate * torch.sigmoid(OSS_SLOPE * gate) * (up + 1)
+        return gate * torch.sigmoid(self.facts.slope * gate) * (up + 1)
 
 
 class MixtureOfExperts(nn.Module):

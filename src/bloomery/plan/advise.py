@@ -27,7 +27,7 @@ from bloomery.hardware.doctor.settings import idle_settings
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile, build_profile
 from bloomery.hardware.vendors import VENDORS
-from bloomery.plan import mesh, unsupported
+from bloomery.plan import mesh
 from bloomery.plan.batch import Measure, small_chunk
 from bloomery.plan.checkpoints import checkpoint_bytes, interval_text, kill_cost, planned_save
 from bloomery.plan.choices import ineffective_settings, reference_of, teacher_of
@@ -694,8 +694,6 @@ def warnings(
 ) -> Iterator[str]:
     """One sentence each: contradictions of the recipe, settings without effect. None of them stops a run."""
     profile = facts.profile
-    if reason := unsupported.untrained(facts.config):
-        yield f"planned, not trained: {reason}; `bloomery train` refuses this model"
     yield from facts.unrun
     yield from _shared_memory(profile)
     yield from _claims(recipe, plan, verdicts)

@@ -65,7 +65,6 @@ from bloomery.plan.types import DatasetFacts
 from bloomery.plan.unsupported import (
     refuse_misfits,
     refuse_recipe,
-    refuse_untrained,
 )
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.objectives import Distill, Rollouts
@@ -284,8 +283,6 @@ def fetch(recipe: Recipe, *, weights: bool) -> None:
     if weights:
         models += [(Model(**{"from": name}), False) for name in reward_models_of_hub(recipe)]
     for model, reward in models:
-        if weights:
-            refuse_untrained(str(model.from_))
         if weights or published_config(str(model.from_)) is None:
             _fetch_model(str(model.from_), weights=weights)
         _refuse_bad_weights(model, weights=weights, reward=reward)

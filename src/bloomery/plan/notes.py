@@ -14,7 +14,6 @@ from bloomery.plan.gather import (
 )
 from bloomery.plan.made import ASSUMED
 from bloomery.plan.types import RunPlan
-from bloomery.plan.unsupported import untrained
 from bloomery.recipe.schema import Recipe
 
 
@@ -33,8 +32,7 @@ def plan_notes(recipe: Recipe, plan: RunPlan, *, is_local: bool) -> Iterator[str
     models = models_of(recipe)
     for name in models:
         if cached_model(name) is None:
-            action = "refuses" if untrained(plan.model.config) else "downloads"
-            yield f"{name} is not downloaded: shape from a table; `train` {action} it"
+            yield f"{name} is not downloaded: shape from a table; `train` downloads it"
     for name in models:
         if not is_hub_id(name) and is_bare(local_model(name)):
             yield f"no weights in {name}: `bloomery train` would fail"

@@ -48,7 +48,6 @@ from bloomery.plan.types import (
     RunPlan,
     Verdict,
 )
-from bloomery.plan.unsupported import untrained
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.objectives import Rollouts
 
@@ -173,7 +172,6 @@ def headline(report: PlanReport) -> str:
     fit = fit_of(plan)
     text = f"{fit.capitalize()}: up to {high}." if fit != "fits" else "Fits."
     text = text if plan.fits else f"Does not fit: {_of_limit(plan.memory.total, plan)}."
-    text = f"Planned, not trained. {text}" if untrained(plan.model.config) else text
     if plan.seconds is not None:
         text += f" {'About' if plan.fits else 'Would take about'} {about(plan.seconds.value)}."
     if plan.total_tokens is not None and (claimed := _wrong_tokens(report)):
@@ -749,9 +747,6 @@ def next_lines(
         sufficient.sort(key=lambda suggestion: suggestion.fit != "fits")
         if sufficient:
             yield f"bloomery plan {source} {sufficient[0].edit}{devices}"
-        yield _remarked(f"bloomery plan {source} --gpu all", "which GPUs of the table fit it")
-        return
-    if untrained(plan.model.config):
         yield _remarked(f"bloomery plan {source} --gpu all", "which GPUs of the table fit it")
         return
     if "train" in commands and (plan.parallel is None or plan.parallel.nodes == 1):

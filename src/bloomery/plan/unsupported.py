@@ -17,13 +17,10 @@ from bloomery.core.units import counted, format_count
 from bloomery.data.prepare.kinds import refuse_no_room
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import layers, parameter_count
-from bloomery.facts.families import FAMILIES, family_label
 from bloomery.facts.limits import Dequantizer, storage_bytes
 from bloomery.facts.objectives import OBJECTIVES, ObjectiveSpec
 from bloomery.facts.optimizers import OPTIMIZERS, PLAIN_SETTINGS
-from bloomery.facts.published import published_config
 from bloomery.hardware.profile import Profile
-from bloomery.hub import cached_model
 from bloomery.model.adapters.settings import method_name, method_settings, refuse_untrained_rows
 from bloomery.model.configs import CONTEXT_KEYS
 from bloomery.plan.choices import refuse_transformers_misfits
@@ -432,20 +429,6 @@ def refuse_misfits(
     run_length = recipe.train.length
     steps = round(run_length.amount) if run_length.unit == "steps" else None
     refuse_settings(recipe, config, steps=steps)
-
-
-def untrained(config: ModelConfig) -> str:
-    """Why a model is planned and not trained; "" for one that is trained."""
-    is_native = config.family in FAMILIES or config.transformers_backend is not None
-    return "" if is_native else f"{family_label(config)} is not trained"
-
-
-def refuse_untrained(name: str) -> None:
-    """Raises UserError for a model of the table that is planned and not trained, before anything is downloaded."""
-    config = published_config(name)
-    if config is not None and cached_model(name) is None and (reason := untrained(config)):
-        fix = "choose a dense model, such as Qwen/Qwen3-8B; `bloomery plan` estimates this one"
-        raise UserError(f"{name} is planned, not trained: {reason}", where="model.from", fix=fix)
 
 
 Axis = Literal["replicate", "shard", "pipeline", "context"]

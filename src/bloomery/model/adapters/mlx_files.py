@@ -11,6 +11,7 @@ from typing import Any
 
 from bloomery.core.errors import UserError
 from bloomery.model.adapters.peft_names import PREFIX
+from bloomery.model.io.lines import Lines
 from bloomery.model.io.stored import StoredTensor
 
 TENSORS = "adapters.safetensors"
@@ -57,7 +58,9 @@ def peft_tensors(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]
         is_embedding = module.rpartition(".")[2] in ("embed_tokens", "wte")
         peft_parts = PARTS | EMBEDDING_PARTS if is_embedding else PARTS
         if part in ("lora_a", "lora_b") and len(tensor.shape) == 2:
-            transposed = replace(tensor, shape=tensor.shape[::-1], is_transposed=True)
+            transposed = replace(
+                tensor, shape=tensor.shape[::-1], lines=Lines(tensor.shape[1], are_columns=True)
+            )
             renamed[f"{PREFIX}{module}.{peft_parts[part]}"] = transposed
         else:
             renamed[f"{PREFIX}{module}.{peft_parts.get(part, part)}"] = tensor

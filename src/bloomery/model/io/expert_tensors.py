@@ -3,8 +3,9 @@
 Families store them either way, and transformers opens both: every file is read as single matrices.
 """
 
+import re
 from collections.abc import Iterator, MutableMapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -13,66 +14,194 @@ from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import ExpertPart, Shape, expert_parts, parameter_shapes
 from bloomery.facts.families import FAMILIES
 from bloomery.facts.family import StoredExperts
+from bloomery.model.io.lines import Lines
+from bloomery.model.io.packed import BYTES, Packing
 
 if TYPE_CHECKING:
     from bloomery.model.io.stored import StoredTensor
 
+Tensors = MutableMapping[str, "StoredTensor"]
 OURS = StoredExperts()
-ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 FIX = "save or download it again"
+OTHER_CONFIG = "put the config.json there that was saved with these weights"
 
 
-def take_experts(
-    tensors: MutableMapping[str, "StoredTensor"], config: ModelConfig, *, where: str
-) -> dict[str, "StoredTensor"]:
+def take_experts(tensors: Tensors, config: ModelConfig, *, where: str) -> dict[str, "StoredTensor"]:
     """The tensor of each part of a stack, by the part's name; what they lie in leaves `tensors`.
 
     Raises UserError where one is missing, is there twice, or has another shape than in the config.
     """
-    family = FAMILIES.get(config.family)
-    stored = OURS if family is None or family.stored.experts is None else family.stored.experts
+    stored = stored_experts(config)
+    stacks = {name: shape for name, shape in parameter_shapes(config).items() if _layer_of(name)}
+    transposed = {
+        layer: _is_transposed(layer, tensors, stacks, stored)
+        for layer in dict.fromkeys(map(_layer_of, stacks))
+    }
     by_part: dict[str, StoredTensor] = {}
-    for name, shape in parameter_shapes(config).items():
-        parts = expert_parts(name, shape)
-        if not parts:
-            continue
-        layer, _, stack = name.rpartition(".mlp.experts.")
-        whole = [
-            file_name for file_name in _stack_names(layer, stack, stored) if file_name in tensors
-        ]
-        for part in parts:
+    taken: set[str] = set()
+    for name, shape in stacks.items():
+        layer = _layer_of(name)
+        whole = [file_name for file_name in _stack_names(name, stored) if file_name in tensors]
+        layout = _Layout(
+            shape,
+            transposed=transposed[layer] and len(shape) == 3,
+            interleaved=stored.interleaved and bool(whole),
+        )
+        if len(whole) > 1:
+            raise _twice(whole, where)
+        for file_name in whole:
+            _check(file_name, tensors[file_name], layout.stored_shape)
+        for part in expert_parts(name, shape):
             single = [
                 file_name for file_name in _part_names(layer, part, stored) if file_name in tensors
             ]
-            found = single + whole
-            if not found:
+            if len(single + whole) > 1:
+                raise _twice(single + whole, where)
+            if single:
+                _check(single[0], tensors[single[0]], (part.rows, *shape[2:]))
+                by_part[part.name] = tensors[single[0]]
+            elif whole:
+                by_part[part.name] = layout.part(tensors[whole[0]], part)
+            else:
                 first = next(_part_names(layer, part, stored))
                 raise UserError(f"{first} is missing", where=where, fix=FIX)
-            if len(found) > 1:
-                raise UserError(
-                    f"{found[0]} is there twice: {found[1]} holds it, too", where=where, fix=FIX
-                )
-            tensor = tensors[found[0]]
-            expected = shape if whole else (part.rows, *shape[2:])
-            if tensor.shape != expected:
-                raise UserError(
-                    f"{found[0]} is {list(tensor.shape)}; config.json makes it {list(expected)}",
-                    where=str(tensor.path),
-                    fix="put the config.json there that was saved with these weights",
-                )
-            by_part[part.name] = _part_of_stack(tensor, part, shape) if whole else tensor
-            if single:
-                del tensors[single[0]]
-        for file_name in whole:
-            del tensors[file_name]
+            taken.update(single + whole)
+    for file_name in taken:
+        del tensors[file_name]
+    _refuse_more(tensors, config, stored, where)
     return by_part
 
 
-def _stack_names(layer: str, stack: str, stored: StoredExperts) -> Iterator[str]:
+def stored_experts(config: ModelConfig) -> StoredExperts:
+    """How the family's files keep them."""
+    family = FAMILIES.get(config.family)
+    return OURS if family is None or family.stored.experts is None else family.stored.experts
+
+
+def expert_names(config: ModelConfig) -> Iterator[str]:
+    """Every name that files of the model may have for matrices of its experts."""
+    stored = stored_experts(config)
+    for name, shape in parameter_shapes(config).items():
+        if layer := _layer_of(name):
+            yield from _stack_names(name, stored)
+            for part in expert_parts(name, shape):
+                yield from _part_names(layer, part, stored)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How a tensor holds a stack that has `shape` in memory."""
+
+    shape: Shape
+    transposed: bool
+    interleaved: bool
+
+    @property
+    def stored_shape(self) -> Shape:
+        return _turned(self.shape) if self.transposed else self.shape
+
+    def part(self, tensor: "StoredTensor", part: ExpertPart) -> "StoredTensor":
+        """A matrix or bias of one expert, where it lies in the tensor of all."""
+        rows = self.shape[1]
+        inputs = self.shape[2:]
+        lines = Lines(rows, part.first)
+        if self.interleaved:
+            num_parts = rows // part.rows
+            lines = Lines(rows, part.first // part.rows, num_parts)
+
+        def rows_of(stack: "StoredTensor", width: Shape, *, are_columns: bool) -> "StoredTensor":
+            """The part in a stack of which a row has the shape `width`."""
+            row_bytes = BYTES[stack.kind] * prod(width)
+            matrix_offset = stack.offset + part.expert * rows * row_bytes
+            shape = (part.rows, *width)
+            if are_columns or lines.step > 1:
+                own_lines = replace(lines, are_columns=are_columns)
+                return replace(stack, offset=matrix_offset, shape=shape, lines=own_lines)
+            return replace(stack, offset=matrix_offset + part.first * row_bytes, shape=shape)
+
+        if tensor.packing is None:
+            return rows_of(tensor, inputs, are_columns=self.transposed)
+        # Blocks and exponents lie in rows, whatever the matrix that they become.
+        codes, scales = (stack for _, stack in tensor.packing.parts)
+        groups = codes.shape[-2]
+        pieces = {
+            "codes": rows_of(codes, (groups * codes.shape[-1],), are_columns=False),
+            "scales": rows_of(scales, (groups,), are_columns=False),
+        }
+        packing = Packing(
+            tensor.packing.label,
+            "fp4",
+            tuple(pieces.items()),
+            bits=4,
+            block=(1, inputs[0] // groups),
+        )
+        return replace(tensor, shape=(part.rows, *inputs), packing=packing)
+
+
+def _layer_of(name: str) -> str:
+    """ "model.layers.0" of a stack in it; "" of any other parameter."""
+    return name.rpartition(".mlp.experts.")[0]
+
+
+def _turned(shape: Shape) -> Shape:
+    return (shape[0], *reversed(shape[1:]))
+
+
+def _is_transposed(
+    layer: str, tensors: Tensors, stacks: dict[str, Shape], stored: StoredExperts
+) -> bool:
+    """Whether a layer's stacks are [E, inputs, outputs]: its family's are, or their shapes say so.
+
+    Of gate and up together, and down, at most one is square and says nothing.
+    """
+    for name, shape in stacks.items():
+        if _layer_of(name) != layer or len(shape) < 3 or shape == _turned(shape):
+            continue
+        stack = name.rpartition(".")[2]
+        if stack in stored.stacks and f"{layer}.{stored.stacks[stack]}" in tensors:
+            return stored.transposed
+        for file_name in _stack_names(name, stored):
+            if file_name in tensors and tensors[file_name].shape in (shape, _turned(shape)):
+                return tensors[file_name].shape != shape
+    return stored.transposed
+
+
+def _check(name: str, tensor: "StoredTensor", expected: Shape) -> None:
+    """Raises UserError where the tensor has another shape."""
+    if tensor.shape != expected:
+        raise UserError(
+            f"{name} is {list(tensor.shape)}; config.json makes it {list(expected)}",
+            where=str(tensor.path),
+            fix=OTHER_CONFIG,
+        )
+
+
+def _twice(names: list[str], where: str) -> UserError:
+    problem = f"{names[0]} is there twice: {names[1]} holds it, too"
+    return UserError(problem, where=where, fix=FIX)
+
+
+def _refuse_more(tensors: Tensors, config: ModelConfig, stored: StoredExperts, where: str) -> None:
+    """Raises UserError where files have matrices of more experts than the config counts."""
+    if config.experts is None:
+        return
+    count = config.experts.count
+    prefixes = "|".join(re.escape(prefix) for prefix in dict.fromkeys((stored.prefix, OURS.prefix)))
+    pattern = re.compile(rf"model\.layers\.\d+\.(?:{prefixes})\.(\d+)\.")
+    for name in sorted(tensors):
+        found = pattern.match(name)
+        if found and int(found[1]) >= count:
+            problem = f"{name} is of expert {int(found[1])}, and config.json has {count} experts"
+            raise UserError(problem, where=where, fix=OTHER_CONFIG)
+
+
+def _stack_names(name: str, stored: StoredExperts) -> Iterator[str]:
     """What a tensor of all experts may be called: by the family's files, or in transformers' memory."""
+    layer, _, stack = name.rpartition(".mlp.experts.")
+    names = [f"{layer}.{stored.prefix}.{stack}", f"{layer}.mlp.experts.{stack}"]
     if stack in stored.stacks:
-        yield f"{layer}.{stored.stacks[stack]}"
-    yield from dict.fromkeys((f"{layer}.{stored.prefix}.{stack}", f"{layer}.mlp.experts.{stack}"))
+        names.insert(0, f"{layer}.{stored.stacks[stack]}")
+    yield from dict.fromkeys(names)
 
 
 def _part_names(layer: str, part: ExpertPart, stored: StoredExperts) -> Iterator[str]:
@@ -80,11 +209,3 @@ def _part_names(layer: str, part: ExpertPart, stored: StoredExperts) -> Iterator
     own_module = stored.modules.get(module, module)
     own_name = f"{layer}.{stored.prefix}.{part.expert}.{own_module}.{kind}"
     yield from dict.fromkeys((own_name, part.name))
-
-
-def _part_of_stack(tensor: "StoredTensor", part: ExpertPart, shape: Shape) -> "StoredTensor":
-    row_bytes = ITEM_BYTES[tensor.kind] * prod(shape[2:])
-    first_row = part.expert * shape[1] + part.first
-    return replace(
-        tensor, offset=tensor.offset + first_row * row_bytes, shape=(part.rows, *shape[2:])
-    )

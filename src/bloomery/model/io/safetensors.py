@@ -21,8 +21,15 @@ from bloomery.core.device import can, current_stream, new_event
 from bloomery.core.errors import UserError
 from bloomery.core.progress import progress
 from bloomery.facts.config import ModelConfig
+from bloomery.model.io.lines import Lines
 from bloomery.model.io.parameters import unstacked
-from bloomery.model.io.stored import DTYPES, StoredTensor, stored_tensors, tensor_locations
+from bloomery.model.io.stored import (
+    DTYPES,
+    StoredTensor,
+    TensorLocation,
+    stored_tensors,
+    tensor_locations,
+)
 from bloomery.model.io.unpacking import open_rows
 
 Spec = tuple[tuple[int, ...], torch.dtype]  # of a tensor
@@ -77,6 +84,7 @@ class TensorReader:
         self.stack = ExitStack()
         self.files = dict[Path, FileIO]()
         self.stages = dict[torch.device, list[_Stage]]()
+        self.held: tuple[StoredTensor, Tensor] | None = None  # the last one that was read across
 
     def __enter__(self) -> Self:
         return self
@@ -88,6 +96,7 @@ class TensorReader:
         at: TracebackType | None,
     ) -> None:
         self.stages.clear()
+        self.held = None
         self.stack.close()
 
     def fill(self, target: Tensor, source: StoredTensor, *, first: int, transposed: bool) -> None:
@@ -166,10 +175,6 @@ class TensorReader:
             result = torch.empty(count, *source.shape[1:], dtype=source.dtype)
             self.fill(result, source, first=first, transposed=False)
             return result
-        if source.is_transposed:
-            stored = replace(source, shape=source.shape[::-1], is_transposed=False)
-            matrix = self.read(stored).t().contiguous()
-            return matrix if rows is None else matrix[rows[0] : rows[0] + rows[1]]
         first = 0
         shape = source.shape
         if rows is not None:
@@ -181,6 +186,9 @@ class TensorReader:
 
     def _read_into(self, target: Tensor, source: StoredTensor, first: int) -> None:
         """Overwrites a contiguous CPU tensor of the source's dtype with the rows from `first` on."""
+        if source.lines is not None:
+            target.copy_(self._lines(source, source.lines, first, len(target)))
+            return
         if source.path not in self.files:
             self.files[source.path] = self.stack.enter_context(source.path.open("rb", buffering=0))
         file = self.files[source.path]
@@ -197,6 +205,20 @@ class TensorReader:
                     fix="download the model again",
                 )
             bytes_read += count
+
+    def _lines(self, source: StoredTensor, lines: Lines, first: int, rows: int) -> Tensor:
+        """Rows `first`.. of a tensor whose rows are lines of a stored matrix, a view of what was read of it."""
+        start = lines.first + first * lines.step
+        end = start + max(0, rows - 1) * lines.step + min(1, rows)
+        if not lines.are_columns:
+            stored = replace(source, shape=(lines.count, *source.shape[1:]), lines=None)
+            return self.read(stored, (start, end - start))[:: lines.step]
+        # Columns lie across the file: all of it is read, once for all that are columns of it.
+        stored = replace(source, shape=(*source.shape[1:], lines.count), lines=None)
+        if self.held is None or self.held[0] != stored:
+            self.held = None
+            self.held = (stored, self.read(stored))
+        return self.held[1][:, start : end : lines.step].t()
 
 
 @final
@@ -360,9 +382,16 @@ def to_hf_names(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, T
         # The parts of a fused tensor are in the order of their rows, as parameter_shapes lists them.
         parts = [state[name] for name in names]
         tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
-        location = locations[names[0]]
-        if location.stacked:
-            tensor = tensor.unflatten(0, (location.stacked, -1))
-        stored_layout = tensor.t() if location.transposed else tensor
-        stored_tensors[stored_name] = stored_layout.contiguous()
+        stored_tensors[stored_name] = _as_stored(tensor, locations[names[0]]).contiguous()
     return stored_tensors
+
+
+def _as_stored(rows: Tensor, location: TensorLocation) -> Tensor:
+    """All rows of a stored tensor, as they lie in the file."""
+    if not location.stacked:
+        return rows.t() if location.transposed else rows
+    stack = rows.unflatten(0, (location.stacked, -1))
+    if location.interleaved:
+        stack = stack.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+    stored: Tensor = stack.transpose(1, 2) if location.transposed else stack
+    return stored

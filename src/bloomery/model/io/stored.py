@@ -29,7 +29,8 @@ from bloomery.facts.counting import (
 from bloomery.facts.families import FAMILIES
 from bloomery.facts.family import StoredExperts, StoredNames
 from bloomery.hub import PICKLE_SUFFIXES
-from bloomery.model.io.expert_tensors import take_experts
+from bloomery.model.io.expert_tensors import expert_names, take_experts
+from bloomery.model.io.lines import Lines
 from bloomery.model.io.packed import FLOAT8, Packing, joined, packing_notes
 from bloomery.model.io.tensor_names import transformers_names
 
@@ -60,7 +61,8 @@ class TensorLocation:
     """The name of a stored tensor, and the rows of it that a parameter is: `first` and the next `rows` ones.
 
     `stored_rows`: how many the stored tensor has. `transposed`: it is stored as [inputs, outputs]. `stacked`: its rows
-    are those of so many matrices of equal size, of experts, and are stored as [matrices, rows, inputs].
+    are those of so many matrices of equal size, of experts, and are stored as [matrices, rows, inputs]. `interleaved`:
+    the two halves of the rows of each matrix take turns there.
     """
 
     name: str
@@ -69,6 +71,7 @@ class TensorLocation:
     rows: int = 0
     stored_rows: int = 0
     stacked: int = 0
+    interleaved: bool = False
 
     def stored_shape(self, shape: Shape) -> Shape:
         """The shape of the stored tensor, for a parameter of `shape`."""
@@ -76,7 +79,8 @@ class TensorLocation:
             return ()
         stored_shape = (self.stored_rows, *shape[1:])
         if self.stacked:
-            return (self.stacked, self.stored_rows // self.stacked, *shape[1:])
+            matrix = (self.stored_rows // self.stacked, *shape[1:])
+            return (self.stacked, *(reversed(matrix) if self.transposed else matrix))
         return tuple(reversed(stored_shape)) if self.transposed else stored_shape
 
 
@@ -151,8 +155,10 @@ def _expert_locations(
                     f"{layer}.{stored.stacks[stack]}",
                     first=part.expert * shape[1] + part.first,
                     rows=part.rows,
+                    transposed=stored.transposed and len(shape) == 3,
                     stored_rows=matrices * shape[1],
                     stacked=matrices,
+                    interleaved=stored.interleaved and part.rows < shape[1],
                 ),
             )
         else:
@@ -209,7 +215,7 @@ COMPARED_NUMBERS = 2**20  # of two tensors at a time
 class StoredTensor:
     """A tensor in a file: its first byte, what safetensors calls its dtype, and its shape.
 
-    `is_transposed`: a matrix of another program, whose file has the reverse of that shape; it is only read in full.
+    `lines`: its rows are some lines of the matrix that begins at `offset`; None: they lie there one after the other.
     `packing`: of a quantized matrix, which lies in several tensors; `kind` is what its numbers are rounded to.
     """
 
@@ -217,7 +223,7 @@ class StoredTensor:
     offset: int
     kind: str
     shape: tuple[int, ...]
-    is_transposed: bool = False
+    lines: Lines | None = None
     packing: Packing | None = None
 
     @property
@@ -539,7 +545,8 @@ def read_headers(
     stored = _text_tensors(all_tensors)
     where = str(next(iter(stored.values())).path if stored else folder)
     stored = {_as_saved(name, config): tensor for name, tensor in stored.items()}
-    named = transformers_names(stored, expected_names, embedding, where)
+    known_names = expected_names.union(expert_names(config))
+    named = transformers_names(stored, known_names, embedding, where)
     tensors = dict(named.by_name)
     notes = [*_unread_parts(all_tensors, stored), *named.notes]
     if (

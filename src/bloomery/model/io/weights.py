@@ -503,7 +503,7 @@ class StoredModel:
             local_rows,
             self.tensors[name],
             first=start if location.stacked else location.first + start,
-            transposed=location.transposed,
+            transposed=location.transposed and not location.stacked,
         )
         if name in VOCABULARY:
             fill_new_rows(parameter, self.known, self.new)

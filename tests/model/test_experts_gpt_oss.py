@@ -1,0 +1,156 @@
+"""gpt-oss against transformers' eager experts: choices, logits, every gradient, files both ways, MXFP4."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from expert_models import choices_of, gradients_of_both, is_close, pair, parts
+from packed_documents import documents, gradients_of, packed
+from safetensors.torch import load_file, save_file
+from tiny_models import CASES, saved_reference, tokens
+from torch.testing import assert_close
+
+from bloomery.model.io.weights import load_decoder, model_state, write_model
+
+TOKENS = tokens()
+ROWS = documents((23, 1, 30, 2, 5))
+
+
+@torch.no_grad()
+def test_a_token_meets_the_experts_that_it_meets_in_transformers(tmp_path: Path) -> None:
+    theirs, ours = pair("gpt-oss", tmp_path)
+    seen: list[tuple[torch.Tensor, ...]] = []
+    for layer in theirs.model.layers:
+        layer.mlp.router.register_forward_hook(lambda _, __, output: seen.append(output))
+    expected = theirs(TOKENS).logits
+    choices = choices_of(ours, TOKENS)
+    assert len(choices) == len(seen) == 4
+    for choice, (logits, weights, experts) in zip(choices, seen, strict=True):
+        assert torch.equal(choice.experts_NK, experts)
+        assert_close(choice.weights_NK, weights, atol=1e-6, rtol=0)
+        assert_close(choice.logits_NE, logits, atol=1e-5, rtol=0)
+    assert is_close(ours(TOKENS).head, expected)
+
+
+def test_every_gradient_is_that_of_transformers(tmp_path: Path) -> None:
+    theirs, ours = pair("gpt-oss", tmp_path)
+    expected, gradients = gradients_of_both(theirs, ours, TOKENS)
+    assert expected.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert float(expected[name].abs().max()) > 0, name
+        assert is_close(gradient, expected[name]), name
+
+
+@pytest.mark.parametrize("key", ["swiglu_limit", "swiglu_alpha"])
+@torch.no_grad()
+def test_both_keys_of_the_activation_are_read(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix, settings = CASES["gpt-oss"]
+    before = load_logits(tmp_path)
+    monkeypatch.setitem(CASES, "gpt-oss", (prefix, settings | {key: 2 * settings[key]}))
+    theirs, ours = pair("gpt-oss", tmp_path)
+    logits = ours(TOKENS).head
+    assert is_close(logits, theirs(TOKENS).logits)
+    assert not is_close(logits, before, 1e-3)
+
+
+def load_logits(folder: Path) -> torch.Tensor:
+    saved_reference("gpt-oss", folder)
+    logits: torch.Tensor = load_decoder(folder)(TOKENS).head
+    return logits
+
+
+def test_packed_documents_are_each_alone(tmp_path: Path) -> None:
+    """Transformers leaks here: its masks are made without positions."""
+    theirs, ours = pair("gpt-oss", tmp_path)
+    ours = ours.double()
+    theirs = theirs.double()
+    alone = torch.cat([ours(row).head for row in ROWS], 1)
+    logits = packed(ours, ROWS)
+    assert_close(logits, alone, atol=1e-12, rtol=0)
+    assert is_close(logits, torch.cat([theirs(row).logits for row in ROWS], 1))
+    expected = gradients_of(ours, alone)
+    for name, gradient in gradients_of(ours, logits).items():
+        assert_close(gradient, expected[name], atol=1e-9, rtol=1e-9, msg=name)
+
+
+@torch.no_grad()
+def test_files_both_ways_have_the_same_bits(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "ours").mkdir()
+    saved_reference("gpt-oss", tmp_path / "theirs")
+    ours = load_decoder(tmp_path / "theirs")
+    write_model(model_state(ours), ours.config, tmp_path / "ours")
+    expected = load_file(tmp_path / "theirs" / "model.safetensors")
+    written = load_file(tmp_path / "ours" / "model.safetensors")
+    assert written.keys() == expected.keys()
+    for name, tensor in written.items():
+        assert torch.equal(tensor, expected[name]), name
+    layer = "model.layers.0.mlp.experts"
+    stack_EDI = expected[f"{layer}.gate_up_proj"]
+    gate_bias = expected[f"{layer}.gate_up_proj_bias"][2, ::2]
+    assert torch.equal(parts(ours)[f"{layer}.2.up_proj.weight"], stack_EDI[2, :, 1::2].t())
+    assert torch.equal(parts(ours)[f"{layer}.2.gate_proj.bias"], gate_bias)
+
+
+def mxfp4_folder(folder: Path) -> dict[str, torch.Tensor]:
+    """The tiny model with experts in MXFP4, bfloat16 elsewhere; the experts' numbers as transformers reads them."""
+    import json
+
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    saved_reference("gpt-oss", folder)
+    stored = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(3)
+    written: dict[str, torch.Tensor] = {}
+    expected: dict[str, torch.Tensor] = {}
+    for name, tensor in stored.items():
+        if name.endswith(("gate_up_proj", "down_proj")) and tensor.ndim == 3:
+            experts, inputs, outputs = tensor.shape
+            shape = (experts, outputs, inputs // 32)
+            blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
+            scales = torch.randint(118, 124, shape, dtype=torch.uint8, generator=generator)
+            written |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            expected[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
+        else:
+            written[name] = expected[name] = tensor.bfloat16()
+    save_file(written, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    # As published: modules that keep their numbers, by transformers' names.
+    config |= {"dtype": "bfloat16"} | {
+        "quantization_config": {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
+                "lm_head",
+            ],
+        }
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return expected
+
+
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of MXFP4 are 32 inputs."""
+    prefix, settings = CASES["gpt-oss"]
+    sizes = dict(hidden_size=64, intermediate_size=32)
+    monkeypatch.setitem(CASES, "gpt-oss", (prefix, settings | sizes))
+
+
+@pytest.mark.usefixtures("wide")
+@torch.no_grad()
+def test_mxfp4_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
+    expected = mxfp4_folder(tmp_path)
+    ours = load_decoder(tmp_path)
+    (tmp_path / "ours").mkdir()
+    write_model(model_state(ours), ours.config, tmp_path / "ours")
+    written = load_file(tmp_path / "ours" / "model.safetensors")
+    assert written.keys() == expected.keys()
+    for name, tensor in written.items():
+        assert tensor.dtype == torch.bfloat16
+        assert torch.equal(tensor, expected[name]), name
+    assert "quantization_config" not in (tmp_path / "ours" / "config.json").read_text()
