@@ -31,9 +31,11 @@ from bloomery.plan import mesh
 from bloomery.plan.batch import Measure, small_chunk
 from bloomery.plan.checkpoints import checkpoint_bytes, interval_text, kill_cost, planned_save
 from bloomery.plan.choices import ineffective_settings, reference_of, teacher_of
+from bloomery.plan.estimate.experts import filling_tokens
 from bloomery.plan.estimate.measured import StepEstimator
 from bloomery.plan.estimate.mesh import MeshSplit
 from bloomery.plan.estimate.pinned import pinned_parts
+from bloomery.plan.estimate.speed import Rate
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.gather import Facts
@@ -325,6 +327,7 @@ def advise(loaded_recipe: LoadedRecipe, plan: RunPlan, facts: Facts) -> PlanRepo
         claims=verdicts,
         warnings=(
             *warnings(recipe, plan, facts, verdicts),
+            *_few_tokens(step, StepEstimator.of(plan, facts.machine, facts.profile).rate(step)),
             *_host_memory(facts.machine, gpus, sum(pinned.values()), save.host_bytes),
         ),
         suggestions=suggestions,
@@ -745,6 +748,24 @@ def warnings(
     )
     device = profile.accelerator is not None
     yield from ineffective_settings(recipe, accelerator=device, precision=plan.train.precision)
+
+
+def _few_tokens(step: StepShape, rate: Rate | None) -> Iterator[str]:
+    """Where a device reads experts for longer than it computes with them."""
+    experts = step.config.experts
+    if experts is None or rate is None or rate.bandwidth is None or not step.on_gpu:
+        return
+    _, share, _ = rate.share
+    tokens = step.tokens_per_micro_batch
+    filling = filling_tokens(
+        step, experts, flops=rate.peak * share, bandwidth=rate.bandwidth * rate.bandwidth_share[1]
+    )
+    if tokens < filling:
+        each = tokens * experts.per_token / experts.count
+        yield (
+            f"each of {experts.count} experts gets about {each:,.0f} of a micro-batch's {tokens:,} tokens: reading its"
+            f" weights takes longer than computing with them; {filling:,} tokens in a micro-batch fill the GPU"
+        )
 
 
 def _shared_memory(profile: Profile) -> Iterator[str]:

@@ -1,11 +1,13 @@
-"""Memory of a mixture of experts in a training step (`model.experts`): what it keeps, and what passes in its backward.
+"""Memory and traffic of a mixture of experts in a training step (`model.experts`).
 
 Of each pair of a token and an expert it keeps what gate and up make, and the weighted product of both where a gradient
 of weights reads it; of each token what the router computes.
 """
 
+import math
+
 from bloomery.facts.config import Experts
-from bloomery.facts.counting import Layer
+from bloomery.facts.counting import Layer, Shape, is_expert_stack
 from bloomery.plan.estimate.step import StepShape
 
 # Float32 numbers of each expert that a token keeps: its logit, its score, its probability.
@@ -57,3 +59,34 @@ def passing_bytes_per_token(step: StepShape, layer: Layer, experts: Experts) -> 
             step.element_bytes * (gates * inner + hidden + step.config.hidden_size),
         )
     )
+
+
+def stacked_matrices(layer: Layer) -> tuple[Shape, ...]:
+    """The matrices of all experts of a layer below each other, (rows, inputs): as they are quantized and counted."""
+    return tuple(
+        (shape[0] * shape[1], shape[2])
+        for name, shape in layer.shapes
+        if is_expert_stack(name) and len(shape) == 3
+    )
+
+
+def read_bytes(step: StepShape, layer: Layer, *, is_trained: bool, passes: float) -> float:
+    """Bytes of experts that a micro-batch moves in a layer: read in each pass, and gradients written once.
+
+    Its tokens reach few experts where they are few: of E experts E (1 - (1 - K / E)^N), chosen evenly.
+    """
+    if layer.experts is None:
+        return 0.0
+    values = sum(map(math.prod, stacked_matrices(layer)))
+    met_share = 1 - (1 - layer.expert_share) ** step.tokens_per_micro_batch
+    moved_bytes = passes * step.element_bytes * met_share
+    moved_bytes += 2 * step.weight_bytes if is_trained else 0
+    return values * moved_bytes
+
+
+def filling_tokens(step: StepShape, experts: Experts, *, flops: float, bandwidth: float) -> int:
+    """Tokens of a micro-batch from which experts take longer to compute than to read: 2 N (K / E) / flops for each
+    value, against its bytes / bandwidth.
+    """
+    rows = step.element_bytes * flops / (2 * bandwidth)
+    return math.ceil(rows * experts.count / experts.per_token)

@@ -20,7 +20,7 @@ from bloomery.facts.optimizers import OPTIMIZERS
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile
 from bloomery.hardware.specs import cpu_efficiency
-from bloomery.plan.estimate import delta_net
+from bloomery.plan.estimate import delta_net, experts
 from bloomery.plan.estimate.activations import keeps_scores, recomputed_shares
 from bloomery.plan.estimate.kernels import ScoreSeconds, TiledScores, kernel_seconds
 from bloomery.plan.estimate.operators import (
@@ -327,6 +327,7 @@ def work_of(
     between = layer_bytes * (1 + recomputed.between / 3) + logit_bytes
     between = between * (1 + step.extra_forwards / 3) * tokens
     between += (_cast_bytes(step) + _dequantize_bytes(step, recomputed)) * micro_batches
+    between += _expert_bytes(step, recomputed) * micro_batches
 
     # Weights and states are read and written, gradients read, and scaled where they are clipped.
     states = model.optimizer_bytes(step.optimizer, step.precision)
@@ -374,20 +375,41 @@ def _cast_bytes(step: StepShape) -> float:
     return CASTS * (trainable if step.mode.frozen else model.weight_count)
 
 
+def _expert_bytes(step: StepShape, recomputed: Recompute) -> float:
+    """Bytes per micro-batch of reading the experts that its tokens reach."""
+    passes = 2 + recomputed.products + step.extra_forwards
+    return sum(
+        step.model.by_layer(
+            lambda layer: experts.read_bytes(
+                step,
+                layer.layer,
+                is_trained=any(map(is_expert_stack, layer.trained)),
+                passes=passes,
+            )
+        )
+    )
+
+
 def _dequantize_bytes(step: StepShape, recomputed: Recompute) -> float:
     """Bytes per micro-batch of dequantizing every matrix: read quantized, written, in each pass over the layers."""
     mode = step.mode
     if mode.quantize_kind == "none":
         return 0.0
-    matrices = [matrix for layer in step.model.layers for matrix in layer.layer.matrices]
+    shapes = [
+        shape
+        for layer in step.model.layers
+        for shape in (
+            *((matrix.outputs, matrix.inputs) for matrix in layer.layer.matrices),
+            *experts.stacked_matrices(layer.layer),
+        )
+    ]
+    values = sum(map(math.prod, shapes))
     if not step.on_gpu:
-        moved_bytes = DEQUANTIZED[mode.quantize_kind] * sum(matrix.size for matrix in matrices)
-        return moved_bytes * (2 + recomputed.products)
+        return DEQUANTIZED[mode.quantize_kind] * values * (2 + recomputed.products)
     read_bytes = sum(
-        storage_bytes((matrix.outputs, matrix.inputs), mode.quantize_kind, mode.double_quant)
-        for matrix in matrices
+        storage_bytes(shape, mode.quantize_kind, mode.double_quant) for shape in shapes
     )
-    written_bytes = step.element_bytes * sum(matrix.size for matrix in matrices)
+    written_bytes = step.element_bytes * values
     return float(read_bytes + written_bytes) * (2 + recomputed.products)
 
 
