@@ -5,6 +5,8 @@ The formula stands beside the code that trains (`train/optim/NAME.py`: `exact`) 
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +14,13 @@ from torch import Tensor, nn
 from bloomery.check.comparison import SEED, Deviation, PartResult, drawn
 from bloomery.check.rounding import SAFETY, UNIT_ROUNDOFF, bound_of, tile_error, typical_size
 from bloomery.check.small_model import ModelPair, Side
-from bloomery.facts.counting import Shape, is_in_layer
+from bloomery.facts.counting import (
+    Shape,
+    fused_matrices,
+    is_decayed,
+    is_expert_stack,
+    is_in_layer,
+)
 from bloomery.facts.optimizers import OPTIMIZERS, USUAL_OPTIMIZER, updating_kind
 from bloomery.plan.types import OptimizerPlan
 from bloomery.train.optim.build import build_optimizer
@@ -21,6 +29,7 @@ from bloomery.train.optim.registry import ExactOptimizer, UpdateProducts, code_o
 OPTIMIZER_STEPS = 3
 OPTIMIZER_ROWS = 256  # of a matrix that is updated in float64
 OPTIMIZER_COLUMNS = 1024
+OPTIMIZER_EXPERTS = 2  # of a stack
 # Of AdamW in float32: the roundings of one update.
 ROUNDINGS_OF_UPDATE = 16
 # Of an optimizer's states between two steps. bfloat16 is rounded stochastically, to either neighbor. Level k of 127 is
@@ -35,9 +44,27 @@ def has_formula(plan: OptimizerPlan) -> bool:
 
 def exact_optimizer(plan: OptimizerPlan, name: str, shape: Shape) -> ExactOptimizer:
     """That of the parameter of this name, for an optimizer with a formula."""
-    exact = code_of(updating_kind(plan.kind, name, shape)).exact
-    assert exact is not None, f"{plan.kind} has no formula"
-    return exact(plan, plan.weight_decay if len(shape) >= 2 else 0.0)
+    code = code_of(updating_kind(plan.kind, name, shape))
+    assert code.exact is not None, f"{plan.kind} has no formula"
+    optimizer = code.exact(plan, plan.weight_decay if is_decayed(name, shape) else 0.0)
+    fused = fused_matrices(name, shape)
+    # Products are those of single matrices.
+    return optimizer if code.products is None or fused == 1 else _OfFused(optimizer, fused)
+
+
+@final
+@dataclass(frozen=True)
+class _OfFused:
+    """Updates a stack whose entries are several matrices, below each other, as a stack of these."""
+
+    optimizer: ExactOptimizer
+    fused: int
+
+    def step(self, weight: Tensor, gradient: Tensor) -> Tensor:
+        matrices, gradients = (
+            stack.unflatten(1, (self.fused, -1)).flatten(0, 1) for stack in (weight, gradient)
+        )
+        return self.optimizer.step(matrices, gradients).view_as(weight)
 
 
 def products_of(
@@ -100,12 +127,10 @@ def _updated(side: Side) -> dict[str, tuple[Tensor, Tensor, Tensor | None]]:
     weights: dict[str, nn.Parameter] = {}
     before: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
-        shape = tuple(
-            min(size, most)
-            for size, most in zip(
-                parameter.shape, (OPTIMIZER_ROWS, OPTIMIZER_COLUMNS), strict=False
-            )
-        )
+        most: tuple[int, ...] = (OPTIMIZER_ROWS, OPTIMIZER_COLUMNS)
+        if is_expert_stack(name):
+            most = (OPTIMIZER_EXPERTS, *most)
+        shape = tuple(min(size, limit) for size, limit in zip(parameter.shape, most, strict=False))
         values = 0.02 * drawn(f"{name}, weight", shape, parameter.dtype)
         weight = nn.Parameter(values.to(parameter.dtype).to(side.device))
         weights[name] = weight

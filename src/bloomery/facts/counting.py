@@ -387,7 +387,12 @@ def is_layer_matrix(name: str, shape: Shape) -> bool:
     """Whether a parameter is a matrix inside a layer, or a stack of them: no embedding, head, norm, bias or router."""
     if not is_in_layer(name) or name.endswith(ROUTER):
         return False
-    return len(shape) == 2 or (len(shape) == 3 and is_expert_stack(name))
+    return len(shape) == (3 if is_expert_stack(name) else 2)
+
+
+def is_decayed(name: str, shape: Shape) -> bool:
+    """Whether weight decay applies: to matrices and embeddings, not to norms and biases, those of experts included."""
+    return len(shape) >= (3 if is_expert_stack(name) else 2)
 
 
 def is_expert_stack(name: str) -> bool:
@@ -421,6 +426,17 @@ def expert_parts(name: str, shape: Shape) -> tuple[ExpertPart, ...]:
         for expert in range(shape[0])
         for place, module in enumerate(modules)
     )
+
+
+def fused_matrices(name: str, shape: Shape) -> int:
+    """How many matrices an entry of a stack of experts holds, below each other: gate and up are two."""
+    return len(expert_parts(name, (1, *shape[1:]))) or 1
+
+
+def matrices_in(name: str, shape: Shape) -> list[Shape]:
+    """The shapes of the matrices that a parameter of matrices is: itself, or those of all experts."""
+    parts = expert_parts(name, shape)
+    return [(part.rows, *shape[2:]) for part in parts] or [shape]
 
 
 @cache

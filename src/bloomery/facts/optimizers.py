@@ -235,7 +235,8 @@ OPTIMIZERS = OpenTable(
                 "offload": "its states are factored and stay on the device",
                 "state_dtype": "its factored states are float32",
             },
-            state_values=lambda _, shape: sum(shape) if len(shape) == 2 else math.prod(shape),
+            # Of each matrix its rows and columns.
+            state_values=lambda _, shape: math.prod(shape[:-2]) * sum(shape[-2:]),
             update_bytes=_adafactor_update_bytes,
             always_native=True,
             float32_states=True,

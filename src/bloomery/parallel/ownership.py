@@ -60,7 +60,8 @@ class HeldBytes:
 class OwnedTensor:
     """A tensor as files have it, its owner, and the pieces that make it.
 
-    `shape` is that of the pieces, below each other. `transposed`: the file has its transpose.
+    `shape` is that of the pieces, below each other. `transposed`: the file has its transpose. `stacked`: the file has
+    them as so many matrices of equal size.
     """
 
     part: str
@@ -68,12 +69,15 @@ class OwnedTensor:
     dtype: str
     shape: tuple[int, ...]
     transposed: bool
+    stacked: int
     pieces: tuple[HeldBytes, ...]
     owner: int
     file: str
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
+        if self.stacked:
+            return (self.stacked, self.shape[0] // self.stacked, *self.shape[1:])
         return tuple(reversed(self.shape)) if self.transposed else self.shape
 
     @property
@@ -90,6 +94,7 @@ class _Stored:
     held: HeldTensor
     name: str
     transposed: bool
+    stacked: int
     rows: int
     sources: list[tuple[int, int]]
     owner: int = 0
@@ -145,6 +150,7 @@ def assign_owners(
                     stored.held.dtype,
                     stored.shape,
                     stored.transposed,
+                    stored.stacked,
                     _pieces(stored, held_by_stage[stored.stage], rows_by_rank, mesh),
                     owner,
                     file,
@@ -172,6 +178,7 @@ def _stored_of_stage(
         first_row = 0
         stored_rows = rows
         transposed = False
+        stacked = 0
         locations = locations_by_part.get(held.part)
         if locations is not None:
             if held.name not in locations:
@@ -181,8 +188,9 @@ def _stored_of_stage(
             first_row = location.first
             stored_rows = location.stored_rows
             transposed = location.transposed
+            stacked = location.stacked
         stored = stored_tensors.setdefault(
-            (held.part, name), _Stored(stage, held, name, transposed, stored_rows, [])
+            (held.part, name), _Stored(stage, held, name, transposed, stacked, stored_rows, [])
         )
         stored.sources.append((first_row * held.row_bytes, index))
     return list(stored_tensors.values())

@@ -15,6 +15,7 @@ from bloomery.facts.counting import (
     is_layer_matrix,
     is_never_trained,
     layers,
+    matrices_in,
     parameter_shapes,
 )
 from bloomery.facts.limits import INT8_BLOCK, INT8_SMALLEST, SCALE_BYTES, storage_bytes
@@ -201,7 +202,10 @@ class TrainedModel:
     def layer_matrices(self) -> tuple[Shape, ...]:
         """The shapes of the trainable matrices inside layers."""
         return tuple(
-            shape for name, shape in self.trainable.items() if is_layer_matrix(name, shape)
+            matrix
+            for name, shape in self.trainable.items()
+            if is_layer_matrix(name, shape)
+            for matrix in matrices_in(name, shape)
         )
 
     @cached_property

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from bloomery.facts.counting import expert_parts
 from bloomery.infer.model_folder import FileEntry
-from bloomery.model.io.parameters import is_split, local
+from bloomery.model.io.parameters import is_split, local, unstacked
 from bloomery.model.io.safetensors import HF_METADATA, HashedFile, Spec
 from bloomery.model.io.stored import TensorLocation
 from bloomery.model.io.weights import write_index
@@ -77,6 +78,13 @@ class RowsOnRanks:
     is_rows: Callable[[str], bool]
     is_owned: Callable[[str], bool]
     divided_parts: Collection[str]
+
+
+class _Rows(NamedTuple):
+    """What a rank holds of a tensor. `is_rows`: these are some of its rows, and other ranks have the rest."""
+
+    rows: Tensor
+    is_rows: bool
 
 
 @final
@@ -140,15 +148,18 @@ class RankWriters:
 
         None where a rank has no memory for its copy.
         """
-        tensors = {
-            (part, name): tensor
+        held = {
+            (part, held_name): rows
             for part, tensors_of_part in parts.items()
             for name, tensor in tensors_of_part.items()
             if self._rows.is_owned(name)
+            for held_name, rows in self._rows_of(
+                name, tensor, is_stored=part == MODEL and stored_model is not None
+            )
         }
-        owned_tensors = self._owners_of(tensors, stored_model)
+        owned_tensors = self._owners_of(held, stored_model)
         live_rows = {
-            (owned.part, piece.name): local(tensors[owned.part, piece.name])
+            (owned.part, piece.name): held[owned.part, piece.name].rows
             for owned in owned_tensors
             for piece in owned.pieces
             if piece.rank == self.mesh.rank
@@ -181,8 +192,23 @@ class RankWriters:
             stored_model,
         )
 
+    def _rows_of(
+        self, name: str, tensor: Tensor, *, is_stored: bool
+    ) -> Iterator[tuple[str, "_Rows"]]:
+        """What this rank holds of a tensor; of a stack of experts that goes into the files of a model, of each part."""
+        is_rows = is_split(tensor) or (self.mesh.shard > 1 and self._rows.is_rows(name))
+        parts = expert_parts(name, tensor.shape) if is_stored else ()
+        if not parts:
+            yield name, _Rows(local(tensor), is_rows)
+            return
+        parts_here = dict(unstacked(name, tensor))
+        for part in parts:
+            # Another rank has the experts that are not here: of theirs, this one has no rows.
+            nothing = local(tensor).new_empty(0, *tensor.shape[2:])
+            yield part.name, _Rows(parts_here.get(part.name, nothing), is_rows)
+
     def _owners_of(
-        self, tensors: Mapping[Key, Tensor], stored_model: PartLayout | None
+        self, held: Mapping[Key, "_Rows"], stored_model: PartLayout | None
     ) -> tuple[OwnedTensor, ...]:
         """The owner of each tensor; a collective where something changed since the last save."""
         mesh = self.mesh
@@ -190,11 +216,11 @@ class RankWriters:
             HeldTensor(
                 part,
                 name,
-                str(tensor.dtype).removeprefix("torch."),
-                tuple(local(tensor).shape),
-                is_split(tensor) or (mesh.shard > 1 and self._rows.is_rows(name)),
+                str(held_rows.rows.dtype).removeprefix("torch."),
+                tuple(held_rows.rows.shape),
+                held_rows.is_rows,
             )
-            for (part, name), tensor in tensors.items()
+            for (part, name), held_rows in held.items()
         ]
         has_stored_model = stored_model is not None
         is_known = held_tensors == self._held and has_stored_model == self._had_stored_model
@@ -377,7 +403,7 @@ class _OwnFiles:
             )
             self._current_name = owned.file
         assert self._file is not None
-        self._file.write(tensor.t() if owned.transposed else tensor)
+        self._file.write(tensor.t() if owned.transposed else tensor.view(owned.stored_shape))
 
     def finish(self) -> None:
         self.attempt(self._finish_file)

@@ -180,13 +180,16 @@ class _StackUpdate:
             self._scales = variance.rsqrt_().mul_(factor), torch.ones(1, device=variance.device)
             return
 
-        # Sums of squares along rows and columns; a rank has whole rows, so that only columns are summed over ranks.
+        # Sums of squares along rows and columns. A rank has whole rows of a matrix, so that columns are summed over the
+        # ranks; of a stack it has whole matrices.
         row_sums = torch.empty_like(stacked([state["row_var"] for state in states]))
         col_sums = torch.zeros_like(stacked([state["col_var"] for state in states]))
         for rows in self.row_slices:
             row_sums[:, rows], slice_col_sums = _square_sums(self._gradient_NRC[:, rows], -1, -2)
             col_sums += slice_col_sums
-        col_sums = self._mesh.all_reduce_shards(col_sums)
+        shares_matrices = self._mesh.shard > 1 and len(self._full_shape) == 2
+        if shares_matrices:
+            col_sums = self._mesh.all_reduce_shards(col_sums)
         row_var = self._updated_moment(
             states,
             "row_var",
@@ -199,7 +202,7 @@ class _StackUpdate:
 
         # The paper's R C / sum(R) as two factors: their product underflows float32 for small gradients.
         mean = row_var.mean(-2, keepdim=True)
-        if self._mesh.shard > 1:
+        if shares_matrices:
             row_var_sum = self._mesh.all_reduce_shards(row_var.sum(-2, keepdim=True))
             mean = row_var_sum / self._full_shape[-2]
         self._scales = (row_var / mean).rsqrt_().mul_(factor), col_var.rsqrt_()

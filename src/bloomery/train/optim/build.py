@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bloomery.core.errors import UserError
+from bloomery.facts.counting import is_expert_stack
 from bloomery.facts.limits import INT8_BLOCK, refuse_split_int8_blocks
 from bloomery.facts.optimizers import OPTIMIZERS, updating_kind
 from bloomery.model.io.parameters import local, rows_of
@@ -26,11 +27,17 @@ from bloomery.train.optim.fused_backward import FusedBackward, GatedOptimizer, h
 from bloomery.train.optim.placement import StatePlacement
 from bloomery.train.optim.registry import code_of
 
-# Slots of a shard that are no rows, but the same on all ranks, and so are neither gathered for a checkpoint nor cut
-# from one: the count of steps, and Adafactor's variances of columns, which are sums over the rows of all ranks.
-SAME_ON_RANKS = ("step", "col_var")
 # Slots that are loaded in the dtype of the weight, as torch does it; the others keep that of the checkpoint.
 IN_WEIGHT_DTYPE = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+
+
+def is_same_on_ranks(slot: str, name: str) -> bool:
+    """Whether a slot of a shard is no rows, but the same on all ranks, and so is neither gathered for a checkpoint nor
+    cut from one: the count of steps, and Adafactor's variances of columns, which are sums over the rows of all ranks.
+
+    Those of a stack of experts are one row for each expert.
+    """
+    return slot == "step" or (slot == "col_var" and not is_expert_stack(name))
 
 
 @runtime_checkable
@@ -171,7 +178,7 @@ class OptimizersContainer:
     def is_split(self, key: str) -> bool:
         """Whether the state "parameter.slot" is this rank's rows of a tensor that a checkpoint has in full."""
         name, _, slot = key.rpartition(".")
-        return slot not in SAME_ON_RANKS and name in self._sharded_names
+        return name in self._sharded_names and not is_same_on_ranks(slot, name)
 
     def _named_slots(self) -> Iterable[tuple[str, Tensor]]:
         for member in self._members:
@@ -232,7 +239,8 @@ class OptimizersContainer:
         self, parameter: nn.Parameter, key: str, tensors: Mapping[str, Tensor]
     ) -> Tensor:
         full_parameter = self._full_parameters.get(parameter)
-        if full_parameter is None or key.rpartition(".")[2] in SAME_ON_RANKS:
+        name, _, slot = key.rpartition(".")
+        if full_parameter is None or is_same_on_ranks(slot, name):
             return tensors[key]
         if isinstance(tensors, StoredPart):
             num_rows = tensors.num_rows(key)

@@ -9,6 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from bloomery.facts.counting import is_decayed
 from bloomery.facts.limits import CPU_PIECE, GPU_PIECE
 from bloomery.model.io.parameters import first_row
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
@@ -269,8 +270,8 @@ def root_mean_square(tensors: Sequence[Tensor], mesh: Mesh, numel: int, piece: i
 
 def decay_groups(named: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, object]]:
     """Weight decay for matrices and embeddings, not for norms and biases, as in nanoGPT's `configure_optimizers`."""
-    decayed = [p for p in named.values() if p.ndim >= 2]
-    others = [p for p in named.values() if p.ndim < 2]
+    decayed = [p for name, p in named.items() if is_decayed(name, p.shape)]
+    others = [p for name, p in named.items() if not is_decayed(name, p.shape)]
     groups: list[dict[str, object]] = []
     if decayed:
         groups.append({"params": decayed, "weight_decay": weight_decay})

@@ -5,11 +5,13 @@ N matrices of a stack, R rows, C columns.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
+from bloomery.facts.counting import fused_matrices
 from bloomery.facts.limits import MUON_STACK
 from bloomery.facts.optimizers import NEWTON_SCHULZ_STEPS
 from bloomery.parallel.mesh import Mesh
@@ -181,25 +183,36 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float,
         shards: Shards = WITHOUT_SHARDS,
         device_type: str | None = None,
+        fused: Mapping[nn.Parameter, int] = MappingProxyType({}),
     ) -> None:
-        """`device_type`: iterate as on this type of device; None: as on that of the parameters."""
+        """`device_type`: iterate as on this type of device; None: as on that of the parameters.
+
+        `fused`: how many matrices each entry of a stack of experts holds, below each other.
+        """
         self._shards = shards
         self._device_type = device_type
+        self._fused = fused
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002 (torch's, unused)
         for group in self.param_groups:
-            parameters = (p for p in group["params"] if p.grad is not None)
-            for stack in stacks_of(parameters, self._shards.full_shape):
+            parameters = [p for p in group["params"] if p.grad is not None]
+            matrices = [p for p in parameters if p.ndim == 2]
+            for stack in stacks_of(matrices, self._shards.full_shape):
                 self._update(stack, group["lr"], group["momentum"], group["weight_decay"])
+            for parameter in parameters:
+                if parameter.ndim == 3:
+                    self._update_experts(
+                        parameter, group["lr"], group["momentum"], group["weight_decay"]
+                    )
 
     def _update(
         self, stack: list[nn.Parameter], lr: float, momentum: float, weight_decay: float
     ) -> None:
         weights = [p.data for p in stack]
         gradients = [p.grad for p in stack if p.grad is not None]
-        buffers = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in stack]
+        buffers = [self._momentum_of(p) for p in stack]
 
         # Nesterov momentum: the gradient moved once more toward its average.
         torch._foreach_lerp_(buffers, gradients, 1 - momentum)
@@ -208,7 +221,7 @@ class Muon(torch.optim.Optimizer):
             for gradient, buffer in zip(gradients, buffers, strict=True)
         )
         shapes = [self._shards.full_shape(p) for p in stack]
-        dtype = iteration_dtype(torch.device(self._device_type or weights[0].device))
+        dtype = self._iteration_dtype(weights[0])
         if self._shards.full_parameters:
             rows_by_rank = [self._shards.rows_by_rank(p) for p in stack]
             updates = orthogonalize_shards(
@@ -223,6 +236,51 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_add_(
             weights, updates, alpha=-lr * ADAMW_ROOT_MEAN_SQUARE * math.sqrt(longest_side)
         )
+
+    def _update_experts(
+        self, parameter: nn.Parameter, lr: float, momentum: float, weight_decay: float
+    ) -> None:
+        """Of the experts that this rank holds, whose matrices are whole: shards of a stack are some of its experts."""
+        assert parameter.grad is not None
+        buffer = self._momentum_of(parameter)
+        torch.lerp(buffer, parameter.grad, 1 - momentum, out=buffer)
+        parameter.data.mul_(1 - lr * weight_decay)
+
+        num_fused = self._fused.get(parameter, 1)
+        gradients, buffers, weights = (
+            list(stack.unflatten(1, (num_fused, -1)).flatten(0, 1))
+            for stack in (parameter.grad.contiguous(), buffer, parameter.data)
+        )
+        if not weights:
+            return  # more ranks than experts
+        shape = weights[0].shape
+        size = max(1, MUON_STACK // shape.numel())
+        for start in range(0, len(weights), size):
+            part = slice(start, start + size)
+            directions = (
+                gradient.lerp(buffer, momentum)
+                for gradient, buffer in zip(gradients[part], buffers[part], strict=True)
+            )
+            matrices = weights[part]
+            dtype = self._iteration_dtype(parameter)
+            updates = orthogonalize(directions, [shape] * len(matrices), dtype)
+            torch._foreach_add_(
+                matrices,
+                [update.to(parameter.dtype) for update in updates],
+                alpha=-lr * ADAMW_ROOT_MEAN_SQUARE * math.sqrt(max(shape)),
+            )
+
+    def _momentum_of(self, parameter: nn.Parameter) -> Tensor:
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(
+                parameter, memory_format=torch.contiguous_format
+            )
+        buffer: Tensor = state["momentum_buffer"]
+        return buffer
+
+    def _iteration_dtype(self, weight: Tensor) -> torch.dtype:
+        return iteration_dtype(torch.device(self._device_type or weight.device))
 
 
 def build(
@@ -240,6 +298,7 @@ def build(
         weight_decay=plan.weight_decay,
         shards=rounding.shards,
         device_type=rounding.device_type,
+        fused={p: fused_matrices(name, p.shape) for name, p in named_parameters.items()},
     )
     return [optimizer]
 
@@ -258,13 +317,13 @@ class ExactMuon:
         momentum = plan.momentum * self._momentum + (1 - plan.momentum) * gradient
         self._momentum = momentum
         direction = (1 - plan.momentum) * gradient + plan.momentum * momentum
-        is_tall = direction.shape[0] > direction.shape[1]
+        is_tall = direction.shape[-2] > direction.shape[-1]
         x = direction.mT if is_tall else direction
-        x = x / x.norm().clamp(min=1e-7)
+        x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
         for _ in range(5):
             gram = x @ x.mT
             x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-        size = 0.2 * math.sqrt(max(weight.shape))
+        size = 0.2 * math.sqrt(max(weight.shape[-2:]))
         decayed = weight * (1 - plan.muon_learning_rate * self._decay)
         update: Tensor = size * (x.mT if is_tall else x)
         return decayed - plan.muon_learning_rate * update
