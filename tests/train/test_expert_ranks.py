@@ -18,6 +18,7 @@ from test_rank_writers import (
 )
 
 from bloomery.facts.config import Experts
+from bloomery.facts.hf_config import config_from_hf
 from ranks import fields, losses, on_ranks, train
 
 
@@ -28,6 +29,22 @@ def mixture(**changes: Any):
     )
     facts = {"vocab_size": 300, "tie_embeddings": False, "family": "qwen3_moe"}
     return tiny_config(experts=Experts(**experts), **facts | changes)
+
+
+def mixtral():
+    return mixture(family="mixtral", qk_norm="none", intermediate_size=16)
+
+
+def oss():
+    """Its stacks are files' tensors, transposed, and gate and up take turns in their rows."""
+    from transformers import GptOssConfig
+
+    widths = {"hidden_size": 32, "intermediate_size": 24, "head_dim": 16, "vocab_size": 300}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+    experts = {"num_local_experts": 3, "num_experts_per_tok": 2}
+    rotation = {"rope_type": "default", "rope_theta": 1e4}
+    theirs = GptOssConfig(**widths, **heads, **experts, sliding_window=8, rope_parameters=rotation)
+    return config_from_hf(theirs.to_dict())
 
 
 def plan_of(prepared: Path, *, config: Any = None, **sections: Any):
@@ -81,22 +98,22 @@ def test_ranks_train_and_save_as_one_rank(prepared, tmp_path, mesh, changes) -> 
 
 
 @pytest.mark.parametrize(
-    ("mesh", "config"),
+    ("mesh", "config_of"),
     [
-        pytest.param({"replicate": 2, "shard": 2}, mixture(), id="2 x 2"),
-        pytest.param({"shard": 3}, mixture(**FEW), id="more ranks than experts"),
-        pytest.param(
-            {"pipeline": 2, "shard": 2},
-            mixture(family="mixtral", qk_norm="none", intermediate_size=16, head_dim=16),
-            id="2 stages of 2 shards",
-        ),
+        pytest.param({"replicate": 2, "shard": 2}, mixture, id="2 x 2"),
+        pytest.param({"shard": 3}, lambda: mixture(**FEW), id="more ranks than experts"),
+        pytest.param({"pipeline": 2, "shard": 2}, mixtral, id="2 stages of 2 shards"),
+        pytest.param({"shard": 2}, oss, id="stacks in files"),
     ],
 )
-def test_ranks_write_the_files_of_one_rank(prepared, tmp_path, mesh, config) -> None:
+def test_ranks_write_the_files_of_one_rank(prepared, tmp_path, mesh, config_of) -> None:
     """Divided over all ranks the same tensors; in one file of each part the same bytes. transformers opens them."""
     from transformers import AutoModelForCausalLM
 
-    plan = plan_of(prepared, config=config)
+    config = config_of()
+    plan = plan_of(
+        prepared, config=config, model={"attention": "math" if config.attention_sinks else "mask"}
+    )
     several = on_ranks(plan, **mesh)
     train_divided(several, tmp_path / "divided", stop_after=HALF)
     divided = step_of(tmp_path / "divided", HALF)

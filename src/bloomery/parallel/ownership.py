@@ -60,25 +60,21 @@ class HeldBytes:
 class OwnedTensor:
     """A tensor as files have it, its owner, and the pieces that make it.
 
-    `shape` is that of the pieces, below each other. `transposed`: the file has its transpose. `stacked`: the file has
-    them as so many matrices of equal size.
+    `shape` is that of the pieces, below each other. `location`: how the file has them; None: as they are.
     """
 
     part: str
     name: str
     dtype: str
     shape: tuple[int, ...]
-    transposed: bool
-    stacked: int
+    location: TensorLocation | None
     pieces: tuple[HeldBytes, ...]
     owner: int
     file: str
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        if self.stacked:
-            return (self.stacked, self.shape[0] // self.stacked, *self.shape[1:])
-        return tuple(reversed(self.shape)) if self.transposed else self.shape
+        return self.shape if self.location is None else self.location.stored_shape(self.shape)
 
     @property
     def bytes(self) -> int:
@@ -93,8 +89,7 @@ class _Stored:
     stage: int
     held: HeldTensor
     name: str
-    transposed: bool
-    stacked: int
+    location: TensorLocation | None
     rows: int
     sources: list[tuple[int, int]]
     owner: int = 0
@@ -149,8 +144,7 @@ def assign_owners(
                     stored.name,
                     stored.held.dtype,
                     stored.shape,
-                    stored.transposed,
-                    stored.stacked,
+                    stored.location,
                     _pieces(stored, held_by_stage[stored.stage], rows_by_rank, mesh),
                     owner,
                     file,
@@ -177,8 +171,7 @@ def _stored_of_stage(
         name = held.name
         first_row = 0
         stored_rows = rows
-        transposed = False
-        stacked = 0
+        location = None
         locations = locations_by_part.get(held.part)
         if locations is not None:
             if held.name not in locations:
@@ -187,10 +180,8 @@ def _stored_of_stage(
             name = location.name
             first_row = location.first
             stored_rows = location.stored_rows
-            transposed = location.transposed
-            stacked = location.stacked
         stored = stored_tensors.setdefault(
-            (held.part, name), _Stored(stage, held, name, transposed, stacked, stored_rows, [])
+            (held.part, name), _Stored(stage, held, name, location, stored_rows, [])
         )
         stored.sources.append((first_row * held.row_bytes, index))
     return list(stored_tensors.values())

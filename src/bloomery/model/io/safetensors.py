@@ -382,11 +382,11 @@ def to_hf_names(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, T
         # The parts of a fused tensor are in the order of their rows, as parameter_shapes lists them.
         parts = [state[name] for name in names]
         tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
-        stored_tensors[stored_name] = _as_stored(tensor, locations[names[0]]).contiguous()
+        stored_tensors[stored_name] = as_stored(tensor, locations[names[0]]).contiguous()
     return stored_tensors
 
 
-def _as_stored(rows: Tensor, location: TensorLocation) -> Tensor:
+def as_stored(rows: Tensor, location: TensorLocation) -> Tensor:
     """All rows of a stored tensor, as they lie in the file."""
     if not location.stacked:
         return rows.t() if location.transposed else rows

@@ -27,7 +27,7 @@ from torch import Tensor
 from bloomery.facts.counting import expert_parts
 from bloomery.infer.model_folder import FileEntry
 from bloomery.model.io.parameters import is_split, local, unstacked
-from bloomery.model.io.safetensors import HF_METADATA, HashedFile, Spec
+from bloomery.model.io.safetensors import HF_METADATA, HashedFile, Spec, as_stored
 from bloomery.model.io.stored import TensorLocation
 from bloomery.model.io.weights import write_index
 from bloomery.parallel.mesh import Mesh
@@ -403,7 +403,7 @@ class _OwnFiles:
             )
             self._current_name = owned.file
         assert self._file is not None
-        self._file.write(tensor.t() if owned.transposed else tensor.view(owned.stored_shape))
+        self._file.write(tensor if owned.location is None else as_stored(tensor, owned.location))
 
     def finish(self) -> None:
         self.attempt(self._finish_file)
