@@ -17,7 +17,7 @@ from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import layers
 from bloomery.facts.limits import SCALES_BLOCK, WEIGHTS_BLOCK
 from bloomery.infer.forward import matmul_dtype
-from bloomery.model.adapters.lora import adapted, note_base
+from bloomery.model.adapters.lora import adapted, adapted_stacks, note_base
 from bloomery.model.adapters.settings import modules_to_save, target_modules
 from bloomery.model.attention.triton_attention import arch_of
 from bloomery.model.decoder import Decoder
@@ -324,6 +324,9 @@ def disturb_weights(model: Decoder) -> None:
         if not module.pissa:
             deviation = ADAPTER_SHARE / (module.scale * (module.rank / 3) ** 0.5)
             put(noise(f"{name}.lora_B", module.lora_B) * deviation, module.lora_B)
+    for name, stack in adapted_stacks(model):
+        deviation = ADAPTER_SHARE / (stack.scale * (stack.rank / 3) ** 0.5)
+        put(noise(f"{name}.lora_B", stack.lora_B) * deviation, stack.lora_B)
 
 
 def noise(name: str, parameter: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ from bloomery.facts.counting import (
     Shape,
     fused_matrices,
     is_decayed,
-    is_expert_stack,
     is_in_layer,
+    is_of_experts,
 )
 from bloomery.facts.optimizers import OPTIMIZERS, USUAL_OPTIMIZER, updating_kind
 from bloomery.plan.types import OptimizerPlan
@@ -128,7 +128,7 @@ def _updated(side: Side) -> dict[str, tuple[Tensor, Tensor, Tensor | None]]:
     before: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
         most: tuple[int, ...] = (OPTIMIZER_ROWS, OPTIMIZER_COLUMNS)
-        if is_expert_stack(name):
+        if is_of_experts(name):
             most = (OPTIMIZER_EXPERTS, *most)
         shape = tuple(min(size, limit) for size, limit in zip(parameter.shape, most, strict=False))
         values = 0.02 * drawn(f"{name}, weight", shape, parameter.dtype)

@@ -56,7 +56,7 @@ from bloomery.infer.load import Use
 from bloomery.infer.model_folder import ModelFiles
 from bloomery.model.adapters.base_changes import changes_of_base
 from bloomery.model.adapters.peft_reading import base_tensors, read_adaptation
-from bloomery.model.adapters.settings import base_of, read_settings
+from bloomery.model.adapters.settings import base_of, has_stacks, read_settings
 from bloomery.model.configs import read_config
 from bloomery.model.io.safetensors import TensorReader
 from bloomery.model.io.stored import tensor_locations
@@ -480,6 +480,7 @@ def export_gguf_adapter(files: ModelFiles, out: Path, *, kind: str = "f16") -> E
     adaptation, config = read_adaptation(files.weights, base, base=files.base)
     features = ["DoRA"] if adaptation.dora else []
     features += ["whole modules"] if adaptation.modules_to_save else []
+    features += ["matrices of experts"] if has_stacks(adaptation) else []
     features += ["new tokens"] if config.vocab_size != base.vocab_size else []
     if any(not is_in_layer(module) for module in adaptation.pairs):
         features += ["matrices for per_layer_model_projection, where it adds none"]

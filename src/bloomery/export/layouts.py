@@ -30,7 +30,7 @@ from bloomery.facts.hf_config import config_to_hf, text_part
 from bloomery.infer.load import Use
 from bloomery.infer.model_folder import ModelFiles
 from bloomery.model.adapters.base_changes import BaseChanges, refuse_unmergeable_biases
-from bloomery.model.adapters.lora import LoraLinear, adapt_as, is_added
+from bloomery.model.adapters.lora import LoraLinear, adapt_as, is_added, stack_adapter
 from bloomery.model.adapters.peft_files import read_trained, write_as_peft
 from bloomery.model.adapters.peft_methods import has_method, merge_methods
 from bloomery.model.adapters.peft_reading import read_adaptation
@@ -498,6 +498,10 @@ def merged_state(model: Decoder, dtype: torch.dtype) -> dict[str, Tensor]:
         module = model.get_submodule(name.rpartition(".")[0])
         if isinstance(module, LoraLinear) and name.endswith(".weight"):
             state[name] = module.merged_weight().detach().to(dtype)
+        elif (stack_lora := stack_adapter(model, name)) is not None:
+            merged = parameter.detach().to(torch.float32, copy=True)
+            stack_lora.add_to(merged)
+            state[name] = merged.to(dtype)
         else:
             state[name] = parameter.detach().to(dtype_in(model.config, name, dtype))
     return state
@@ -580,6 +584,8 @@ def open_merged(
                 module.note_residual()
                 weight = module.merged_weight()
                 module.weight = parameter
+            if (stack_lora := stack_adapter(model, name)) is not None:
+                stack_lora.add_to(weight)
             return refuse_overflow(weight.to(own_dtype), name, where=folder)
 
         yield read_parameter, config

@@ -49,6 +49,7 @@ EXPERT_STACKS = tuple(
     f"mlp.experts.{stack}"
     for stack in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
 )
+EXPERT_LORA = "mlp.experts.lora."  # of the stacks: what an adapter adds to each
 DELTA_CHUNK = 64  # tokens that a delta net computes at once; transformers and flash-linear-attention have as many
 STATE_BYTES = 4  # of a number of a delta net's state, which is float32 in every precision
 
@@ -387,17 +388,22 @@ def is_layer_matrix(name: str, shape: Shape) -> bool:
     """Whether a parameter is a matrix inside a layer, or a stack of them: no embedding, head, norm, bias or router."""
     if not is_in_layer(name) or name.endswith(ROUTER):
         return False
-    return len(shape) == (3 if is_expert_stack(name) else 2)
+    return len(shape) == (3 if is_of_experts(name) else 2)
 
 
 def is_decayed(name: str, shape: Shape) -> bool:
     """Whether weight decay applies: to matrices and embeddings, not to norms and biases, those of experts included."""
-    return len(shape) >= (3 if is_expert_stack(name) else 2)
+    return len(shape) >= (3 if is_of_experts(name) else 2)
 
 
 def is_expert_stack(name: str) -> bool:
     """Whether a parameter holds the same matrix, or bias, of all experts of a layer: [experts, ...]."""
     return name.endswith(EXPERT_STACKS)
+
+
+def is_of_experts(name: str) -> bool:
+    """Whether a parameter is one entry for each expert of a layer: a stack, or a matrix of the LoRA of one."""
+    return is_expert_stack(name) or EXPERT_LORA in name
 
 
 @dataclass(frozen=True)
@@ -436,7 +442,23 @@ def fused_matrices(name: str, shape: Shape) -> int:
 def matrices_in(name: str, shape: Shape) -> list[Shape]:
     """The shapes of the matrices that a parameter of matrices is: itself, or those of all experts."""
     parts = expert_parts(name, shape)
+    if not parts and is_of_experts(name):  # of an adapter
+        return [shape[1:]] * shape[0]
     return [(part.rows, *shape[2:]) for part in parts] or [shape]
+
+
+def expert_stacks(config: ModelConfig) -> dict[str, Shape]:
+    """The stacks of matrices, without those of biases: [experts, outputs, inputs] by name.
+
+    Of transformers' layers none: what their class makes of its experts is its own.
+    """
+    if config.transformers_backend is not None:
+        return {}
+    return {
+        name: shape
+        for name, shape in parameter_shapes(config).items()
+        if len(shape) == 3 and is_expert_stack(name)
+    }
 
 
 @cache

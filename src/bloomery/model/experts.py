@@ -117,6 +117,8 @@ class ExpertMLPs(nn.Module):
         self.down_proj_bias = None
         if experts.bias:
             self.down_proj_bias = nn.Parameter(torch.empty(experts.count, width))
+        # By the name of a stack: what an adapter adds to its products.
+        self.lora = nn.ModuleDict()
 
     def forward(self, x_ND: Tensor, choice: Choice) -> Tensor:
         """[N, D]: for each token the weighted sum of what its experts make of it.
@@ -125,15 +127,30 @@ class ExpertMLPs(nn.Module):
         """
         pairs = sorted_by_expert(choice.experts_NK, self.facts.count)
         weights_S = choice.weights_NK.flatten()[pairs.order_S]
-        gate_up_SF = grouped_linear(
-            x_ND, self.gate_up_proj, pairs, self.gate_up_proj_bias, is_sorted=False
+        gate_up_SF = self.product(
+            x_ND, "gate_up_proj", pairs, self.gate_up_proj_bias, is_sorted=False
         )
         inner_SF = _Weighted.apply(gate_up_SF, weights_S, self.activated)  # type: ignore[no-untyped-call]  # torch's `apply`
-        outputs_SD = grouped_linear(inner_SF, self.down_proj, pairs)
+        outputs_SD = self.product(inner_SF, "down_proj", pairs)
         y_ND: Tensor = _Summed.apply(outputs_SD, pairs)  # type: ignore[no-untyped-call]  # torch's `apply`
         if self.down_proj_bias is not None:
             y_ND = y_ND + self._weighted_bias(self.down_proj_bias, choice).to(y_ND.dtype)
         return y_ND
+
+    def product(
+        self,
+        x: Tensor,
+        stack: str,
+        pairs: "Pairs",
+        bias_EO: Tensor | None = None,
+        *,
+        is_sorted: bool = True,
+    ) -> Tensor:
+        """`grouped_linear` by the stack of this name and its adapter: the only place where a stack is multiplied."""
+        y_SO = grouped_linear(x, getattr(self, stack), pairs, bias_EO, is_sorted=is_sorted)
+        if stack in self.lora:
+            y_SO = self.lora[stack](y_SO, x, pairs, is_sorted=is_sorted)
+        return y_SO
 
     @staticmethod
     def _weighted_bias(bias_ED: Tensor, choice: Choice) -> Tensor:

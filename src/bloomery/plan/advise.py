@@ -736,7 +736,11 @@ def warnings(
     if isinstance(recipe.adapter, Lora):
         rank = recipe.adapter.rank
         model = facts.model
-        sides = {name: min(model.shapes[f"{name}.weight"]) for name, _ in model.mode.target_modules}
+        shapes = model.shapes
+        sides = {
+            name: min((shapes.get(f"{name}.weight") or shapes[name])[-2:])
+            for name, _ in model.mode.target_modules
+        }
         name = min(sides, key=lambda matrix: sides[matrix])
         if rank > sides[name]:
             bound = f"{name} has at most rank {sides[name]:,}"

@@ -6,6 +6,7 @@ LoRA; PEFT is not imported.
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -180,6 +181,8 @@ def adapter_choices(
         reason = f"{format_count(trained)} trainable parameters, {trained / total:.2%} of"
         reason += f" {format_count(total)}, on {len(model.mode.target_modules):,} target modules"
         yield "adapter.kind", Choice(f"{kind}, rank {adapter.rank}", reason)
+        if model.config.experts is not None:
+            yield "adapter.target_modules", _targets_by_kind(model)
     if known_vocabulary is not None and (
         new := max(model.config.vocab_size - known_vocabulary, added)
     ):
@@ -191,6 +194,43 @@ def adapter_choices(
             f"PEFT layers in this decoder; memory and time are estimated as a LoRA of rank {rank}"
         )
         yield "adapter.kind", Choice(f"PEFT's {adapter.method}", reason)
+
+
+# Of a mixture of experts: the kinds of matrices that an adapter may change, by what their names in a layer begin with.
+ADAPTED_KINDS = {
+    "mlp.experts.": "routed experts",
+    "mlp.shared_expert": "shared experts",
+    "mlp.": "dense MLPs",
+}
+MIXERS = "attention"
+
+
+def _targets_by_kind(model: TrainedModel) -> Choice[str]:
+    """How many matrices of each kind have LoRA, each expert's by itself, and its trainable parameters."""
+    matrices = Counter[str]()
+    parameters = Counter[str]()
+    for name, _ in model.mode.target_modules:
+        kind = _kind_of(name)
+        shape = model.shapes.get(f"{name}.weight", model.shapes.get(name, ()))
+        matrices[kind] += math.prod(shape[:-2]) if shape else 0
+    for name, shape in model.adapter.items():
+        parameters[_kind_of(name)] += math.prod(shape)
+    kinds = [
+        f"{kind}: {matrices[kind]:,} matrices, {format_count(parameters[kind])} parameters"
+        for kind in (MIXERS, *ADAPTED_KINDS.values())
+        if matrices[kind]
+    ]
+    routed = ADAPTED_KINDS["mlp.experts."]
+    frozen = [] if matrices[routed] else [f"{routed} stay frozen"]
+    if not any(name.endswith("mlp.gate") for name in model.mode.modules_to_save):
+        frozen.append("the router stays frozen")
+    adapted = ", ".join(kind for kind in (MIXERS, *ADAPTED_KINDS.values()) if matrices[kind])
+    return Choice(f"LoRA on {adapted}", "; ".join(kinds + frozen))
+
+
+def _kind_of(name: str) -> str:
+    inside = name.split(".", 3)[-1]
+    return next((kind for start, kind in ADAPTED_KINDS.items() if inside.startswith(start)), MIXERS)
 
 
 def refuse_recipe(recipe: Recipe) -> None:

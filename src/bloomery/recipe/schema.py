@@ -367,7 +367,7 @@ class Lora(Section):
     dropout: Share = key(0.0, "Dropout probability before the LoRA matrices.")
     target_modules: OneOrMore[str] = key(
         ["all-linear"],
-        "Modules with LoRA: names, patterns, or all-linear (every matrix of the layers).",
+        "Modules with LoRA: names, patterns, or all-linear (every matrix of the layers but routers).",
         ["q_proj", "v_proj"],
     )
     modules_to_save: OneOrMore[str] = key(

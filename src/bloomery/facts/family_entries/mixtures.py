@@ -50,6 +50,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                     prefix="block_sparse_moe.experts",
                     modules={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
                 ),
+                in_memory={"block_sparse_moe.gate": "mlp.gate"},
             ),
             defaults={
                 "num_key_value_heads": 8,

@@ -1,6 +1,7 @@
 """LoRA, rsLoRA, DoRA and PiSSA: low-rank matrices added to a frozen linear layer, as its own parameters.
 
-R rank of the pair, O outputs. LoRA: arXiv:2106.09685, DoRA: arXiv:2402.09353, PiSSA: arXiv:2404.02948.
+R rank of the pair, O outputs, I inputs, E experts. LoRA: arXiv:2106.09685, DoRA: arXiv:2402.09353, PiSSA:
+arXiv:2404.02948.
 """
 
 import math
@@ -12,8 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bloomery.core.errors import UserError
-from bloomery.model.adapters.settings import Adaptation, Pair, adaptation
+from bloomery.facts.counting import Shape, is_expert_stack
+from bloomery.model.adapters.settings import (
+    Adaptation,
+    Pair,
+    adaptation,
+    adapter_shapes,
+)
 from bloomery.model.decoder import VALUE_HEAD, Decoder
+from bloomery.model.experts import ExpertMLPs, Pairs, grouped_linear
 from bloomery.model.io.parameters import put, stream
 from bloomery.model.io.quantized import QuantizedWeight
 from bloomery.model.norms import widened
@@ -152,6 +160,40 @@ class LoraLinear(nn.Linear):
         return whole * gain[:, None]
 
 
+class ExpertLora(nn.Module):
+    """Adds scale B_e A_e x to the products of a stack, for the expert e of each row; A [E, R, I] and B [E, O, R].
+
+    No matrix of the size of the stack is made: the rows go through A, then through B, as through the stack itself.
+    """
+
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+
+    def __init__(
+        self, shape: Shape, pair: Pair, settings: Adaptation, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.rank = pair.rank
+        self.scale = pair.scale
+        self.enabled = True
+        for name, matrix_shape in adapter_shapes("", pair.rank, shape).items():
+            matrix = torch.empty(matrix_shape, dtype=DTYPES[settings.dtype], device=device)
+            setattr(self, name.rpartition(".")[2], nn.Parameter(matrix))
+
+    def forward(self, y_SO: Tensor, x: Tensor, pairs: Pairs, *, is_sorted: bool) -> Tensor:
+        """y plus the update of `x`, whose rows are as `grouped_linear` takes them."""
+        if not self.enabled:
+            return y_SO
+        inner_SR = grouped_linear(x, self.lora_A, pairs, is_sorted=is_sorted) * self.scale
+        return y_SO + grouped_linear(inner_SR, self.lora_B, pairs)
+
+    @torch.no_grad()
+    def add_to(self, stack_EOI: Tensor) -> None:
+        """In place: the float32 stack becomes that which does the same alone."""
+        for matrix, A, B in zip(stack_EOI, self.lora_A, self.lora_B, strict=True):
+            matrix += self.scale * (B.float() @ A.float())
+
+
 def adapt(model: Decoder, adapter: Lora) -> None:
     """In place, on any device: add LoRA matrices to the target modules and freeze all but them and `modules_to_save`.
 
@@ -164,6 +206,12 @@ def adapt_as(model: Decoder, settings: Adaptation) -> None:
     model.requires_grad_(False)
     for name, pair in settings.pairs.items():
         parent, _, leaf = name.rpartition(".")
+        if is_expert_stack(name):
+            experts = model.get_submodule(parent)
+            assert isinstance(experts, ExpertMLPs)
+            stack = model.get_parameter(name)
+            experts.lora[leaf] = ExpertLora(stack.shape, pair, settings, stack.device)
+            continue
         base = model.get_submodule(name)
         assert isinstance(base, nn.Linear) and not isinstance(base, LoraLinear)
         adapted = LoraLinear(base, pair, settings)
@@ -180,10 +228,31 @@ def adapted(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
     )
 
 
+def adapted_stacks(model: nn.Module) -> Iterator[tuple[str, ExpertLora]]:
+    """The LoRA of stacks of experts, by the full name of the module."""
+    return (
+        (name, module) for name, module in model.named_modules() if isinstance(module, ExpertLora)
+    )
+
+
+def stack_adapter(model: nn.Module, stack: str) -> ExpertLora | None:
+    """The LoRA of a parameter that is a stack of experts; None: it has none, or is another parameter."""
+    if not is_expert_stack(stack):
+        return None
+    experts_name, _, leaf = stack.rpartition(".")
+    experts = model.get_submodule(experts_name)
+    if not isinstance(experts, ExpertMLPs) or leaf not in experts.lora:
+        return None
+    module = experts.lora[leaf]
+    assert isinstance(module, ExpertLora)
+    return module
+
+
 @contextmanager
 def adapters_disabled(model: nn.Module) -> Iterator[None]:
     """Disable the adapters inside the block; `modules_to_save` keep their trained weights."""
-    modules = [module for _, module in adapted(model)]
+    modules: list[LoraLinear | ExpertLora] = [module for _, module in adapted(model)]
+    modules += [module for _, module in adapted_stacks(model)]
     for module in modules:
         module.enabled = False
     try:
@@ -230,6 +299,12 @@ def init_adapters(model: Decoder, seed: int) -> None:
         module.note_base()
         if module.dora:
             module.lora_magnitude.copy_(module.base_squares.sqrt())
+    for name, stack in adapted_stacks(model):
+        bound = 1 / math.sqrt(stack.lora_A.shape[2])
+        generator = stream(seed, f"{name}.lora_A")
+        uniform = torch.empty(stack.lora_A.shape).uniform_(-bound, bound, generator=generator)
+        put(uniform, stack.lora_A)
+        stack.lora_B.zero_()
 
 
 def _largest(W: Tensor, rank: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:

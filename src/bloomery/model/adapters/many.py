@@ -14,7 +14,7 @@ from bloomery.model.adapters.base_changes import changes_of_base
 from bloomery.model.adapters.lora import LoraLinear, adapt_as
 from bloomery.model.adapters.peft_files import read_trained
 from bloomery.model.adapters.peft_reading import read_adaptation
-from bloomery.model.adapters.settings import is_adapter_folder, read_settings
+from bloomery.model.adapters.settings import has_stacks, is_adapter_folder, read_settings
 from bloomery.model.decoder import Decoder
 
 ALONE = "serve it alone: bloomery serve BASE+ADAPTER"
@@ -87,6 +87,8 @@ class Adapters:
         settings, config = read_adaptation(folder, decoder.config)
         features = ["DoRA"] if settings.dora else []
         features += ["modules_to_save"] if settings.modules_to_save else []
+        # The rows of an expert are tokens of any texts of the batch.
+        features += ["LoRA of experts"] if has_stacks(settings) else []
         features += changes_of_base(settings)
         if features or config.vocab_size != decoder.config.vocab_size:
             problem = (

@@ -10,7 +10,7 @@ it began with stand the same way, so that the file is a plain LoRA for the model
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,9 @@ from torch import Tensor
 
 from bloomery.core.errors import UserError
 from bloomery.facts.config import ModelConfig
-from bloomery.model.adapters.lora import LoraLinear
+from bloomery.facts.counting import expert_stacks
+from bloomery.model.adapters.lora import LoraLinear, stack_adapter
+from bloomery.model.adapters.peft_experts import VERSION, read_stack, to_file, wrapped_names
 from bloomery.model.adapters.peft_names import PREFIX
 from bloomery.model.adapters.peft_reading import MAGNITUDE, base_tensors, read_adaptation
 from bloomery.model.adapters.settings import (
@@ -29,9 +31,13 @@ from bloomery.model.adapters.settings import (
     HEAD,
     TENSORS,
     Adaptation,
+    adapter_module,
+    in_memory,
+    is_adapted_by_parameter,
     linear_modules,
     read_settings,
     shares_head,
+    stacks_in_memory,
     stored_modules,
 )
 from bloomery.model.decoder import Decoder
@@ -39,6 +45,7 @@ from bloomery.model.io.parameters import first_row, local, put
 from bloomery.model.io.safetensors import TensorReader, to_hf_names
 from bloomery.model.io.stored import StoredTensor, tensor_locations
 
+INSIDE_LAYER = 3  # of the parts of "model.layers.0.mlp", the first that is inside the layer
 TASKS = {"tokens": "CAUSAL_LM", "values": "SEQ_CLS"}
 
 
@@ -115,6 +122,15 @@ def write_adapter(
             magnitudes = [state[f"{part.module}.lora_magnitude"] for part in slices]
             tensors[f"{stored_module}.{MAGNITUDE}"] = torch.cat(magnitudes)
 
+    # Stacks of experts, each in the wrapper that PEFT gives it.
+    targeted_stacks = [stack for stack in expert_stacks(config) if stack in settings.pairs]
+    for stack, wrapped in wrapped_names(config, targeted_stacks).items():
+        module = adapter_module(stack)
+        A, B = (state[f"{module}.{part}"].cpu() for part in ("lora_A", "lora_B"))
+        A, B = to_file(A, B, config, stack)
+        tensors[f"{wrapped}.lora_A.weight"] = A
+        tensors[f"{wrapped}.lora_B.weight"] = B
+
     # Modules that are trained in full are stored as in a file of the base.
     saved_parameters = {
         name: state[name]
@@ -122,7 +138,9 @@ def write_adapter(
         if name.rpartition(".")[0] in settings.modules_to_save
     }
     saved_tensors = to_hf_names(saved_parameters, config)
-    tensors |= saved_tensors
+    for name, tensor in saved_tensors.items():
+        module, _, kind = name.rpartition(".")
+        tensors[f"{in_memory(module, config)}.{kind}"] = tensor
     # PEFT trains a copy of a tied embedding and one of its head, and reads both.
     if shares_head(config) and EMBEDDING in settings.modules_to_save:
         stored_embedding = locations[f"{EMBEDDING}.weight"].name
@@ -176,29 +194,36 @@ def adapter_config(settings: Adaptation, config: ModelConfig, *, base: str) -> d
     # PEFT divides alpha by the rank of the stored pair, which is the sum of those of its parts.
     ranks = dict[str, int]()
     alphas = dict[str, float]()
-    for stored_module, slices in layout(config, settings).items():
-        rank = slices[-1].ranks.stop
-        scale = settings.pairs[slices[0].module].scale
+    targets = dict[str, None]()
+    parameters = dict[str, None]()
+
+    def add(name: str, rank: int, scale: float) -> None:
         alpha = scale * (math.sqrt(rank) if settings.rslora else rank)
         is_whole_number = math.isclose(alpha, round(alpha), rel_tol=1e-12)
-        ranks[stored_module] = rank
-        alphas[stored_module] = round(alpha) if is_whole_number else alpha
+        ranks[name] = rank
+        alphas[name] = round(alpha) if is_whole_number else alpha
+
+    for stored_module, slices in layout(config, settings).items():
+        by_parameter = is_adapted_by_parameter(config, slices[0].module)
+        name = f"{stored_module}.weight" if by_parameter else stored_module
+        (parameters if by_parameter else targets)[name] = None
+        add(name, slices[-1].ranks.stop, settings.pairs[slices[0].module].scale)
+    for stack, parameter in stacks_in_memory(config).items():
+        if stack in settings.pairs:
+            parameters[parameter] = None
+            add(parameter, settings.pairs[stack].rank, settings.pairs[stack].scale)
     # The most frequent values are the config's; the patterns name the modules with others.
     common_rank = Counter(ranks.values()).most_common(1)[0][0]
     common_alpha = Counter(alphas.values()).most_common(1)[0][0]
 
-    # Targets: last names where they mean every module of that name, else full names.
+    # Targets: last names where they mean every module of that name, else full names. Of parameters the name inside a
+    # layer, likewise.
     stored_linear_modules = {
         locations[f"{module}.weight"].name.removesuffix(".weight")
         for module in linear_modules(config)
     }
-    targets = dict[str, None]()
-    for stored_module in modules_by_stored_module:
-        if stored_module not in ranks:
-            continue
-        leaf = stored_module.rpartition(".")[2]
-        namesakes = {name for name in stored_linear_modules if name.rpartition(".")[2] == leaf}
-        targets[leaf if namesakes <= ranks.keys() else stored_module] = None
+    all_parameters = {*stacks_in_memory(config).values()}
+    all_parameters |= {f"{module}.weight" for module in stored_linear_modules}
 
     # Modules to save: full names, as PEFT takes every module whose name ends with the given one.
     saved_modules = [
@@ -215,17 +240,36 @@ def adapter_config(settings: Adaptation, config: ModelConfig, *, base: str) -> d
         "inference_mode": True,
         "r": common_rank,
         "lora_alpha": common_alpha,
-        "lora_dropout": settings.dropout,
+        # PEFT opens no parameters with a dropout, which is of training alone.
+        "lora_dropout": 0.0 if parameters else settings.dropout,
         "bias": "none",
         "use_rslora": settings.rslora,
         "use_dora": settings.dora,
         "init_lora_weights": True,
         "fan_in_fan_out": any(location.transposed for location in locations.values()),
-        "target_modules": list(targets),
+        "target_modules": _short_names(targets, stored_linear_modules, depth=-1),
+        **_target_parameters(_short_names(parameters, all_parameters, depth=INSIDE_LAYER)),
         "modules_to_save": saved_modules or None,
         "rank_pattern": {name: rank for name, rank in ranks.items() if rank != common_rank},
         "alpha_pattern": {name: alpha for name, alpha in alphas.items() if alpha != common_alpha},
     }
+
+
+def _short_names(names: Collection[str], all_names: Collection[str], *, depth: int) -> list[str]:
+    """The names, without what is before the part number `depth` where every name that ends so is among them."""
+    namesakes: dict[str, set[str]] = {}
+    for name in all_names:
+        namesakes.setdefault(".".join(name.split(".")[depth:]), set()).add(name)
+    short_names: dict[str, None] = {}
+    for name in names:
+        end = ".".join(name.split(".")[depth:])
+        short_names[end if namesakes.get(end, set()) <= set(names) else name] = None
+    return list(short_names)
+
+
+def _target_parameters(names: list[str]) -> dict[str, object]:
+    """With the version of PEFT whose layout of experts is written: an earlier one had another."""
+    return {"target_parameters": names, "peft_version": VERSION} if names else {}
 
 
 @torch.no_grad()
@@ -270,6 +314,18 @@ def read_trained(
                     module.first_B.copy_(-B[:, module.rank :])
                 if module.dora:
                     module.lora_magnitude.copy_(stored_magnitude[part.outputs])
+
+        for stack in expert_stacks(config):
+            if stack not in settings.pairs or not model.stage.has(stack):
+                continue
+            adapter = stack_adapter(model, stack)
+            assert adapter is not None
+            version = read_settings(folder).get("peft_version")
+            A, B = read_stack(
+                reader, tensors, config, stack, version=version, where=str(folder / CONFIG)
+            )
+            put(A, adapter.lora_A)
+            put(B, adapter.lora_B)
 
         # Modules that are trained in full: this rank reads its own rows of them.
         for name, location in tensor_locations(config).items():

@@ -69,7 +69,9 @@ def names_of_base(
         if COPY_PART in name:
             copies[name.replace(COPY_PART, ".")] = tensor
             continue
-        part = next((part for part in BASE_PARTS if part in name), None)
+        # Of a second wrapper around a first one, the matrices are the adapter's own.
+        is_wrapped = re.search(r"\.base_layer\.lora_[AB]\.", name) is not None
+        part = next((part for part in BASE_PARTS if part in name and not is_wrapped), None)
         if part is not None:
             name = name.replace(part, ".")
             of_base.add(name)

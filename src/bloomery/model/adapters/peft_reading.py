@@ -14,10 +14,18 @@ import torch
 
 from bloomery.core.errors import UserError
 from bloomery.facts.config import ModelConfig
-from bloomery.facts.counting import Shape, parameter_shapes
+from bloomery.facts.counting import Shape, expert_stacks, parameter_shapes
 from bloomery.model.adapters import mlx_files
 from bloomery.model.adapters.mlx_files import peft_tensors
 from bloomery.model.adapters.patterns import first_matches
+from bloomery.model.adapters.peft_experts import (
+    expert_names,
+    is_swapped,
+    modules_of_stacks,
+    pair_of_experts,
+    targets_of_settings,
+    wrapped_names,
+)
 from bloomery.model.adapters.peft_names import (
     AGAIN,
     MERGE,
@@ -41,6 +49,7 @@ from bloomery.model.adapters.settings import (
     read_settings,
     right_base,
     shares_head,
+    stacks_in_memory,
     stored_modules,
 )
 from bloomery.model.configs import grown
@@ -48,6 +57,7 @@ from bloomery.model.io.safetensors import TensorReader
 from bloomery.model.io.stored import (
     WEIGHTS,
     StoredTensor,
+    as_saved,
     refuse_whole_numbers,
     stored_in,
     tensor_locations,
@@ -138,7 +148,7 @@ def base_tensors(folder: Path, config: ModelConfig, *, is_tied: bool = True) -> 
 
     `is_tied`: a tensor that PEFT loads into the embedding or the head itself counts for both.
     """
-    modules = dict.fromkeys(stored_modules(config)) | {HEAD: None}
+    modules = dict.fromkeys([*stored_modules(config), *sorted(modules_of_stacks(config)), HEAD])
     file = adapter_file(folder)
     stored = stored_in(folder, file)
     if file == mlx_files.TENSORS:
@@ -149,12 +159,31 @@ def base_tensors(folder: Path, config: ModelConfig, *, is_tied: bool = True) -> 
         name.removesuffix(".weight") if name.endswith(f".{MAGNITUDE}.weight") else name: tensor
         for name, tensor in tensors.by_name.items()
     }
-    tensors = replace(tensors, by_name=by_name)
+    # Whole modules have the names of transformers' memory, as their pairs do, and are found under those of files.
+    by_name = {
+        name if ".lora_" in name else as_saved(name, config): tensor
+        for name, tensor in by_name.items()
+    }
+    tensors = replace(tensors, by_name=_by_parameter(by_name, folder, config))
     if not is_tied:
         return tensors
     embedding = tensor_locations(config)[f"{EMBEDDING}.weight"].name
     head = f"{HEAD}.weight"
     return without_ties(tensors, {embedding: head, head: embedding})
+
+
+def _by_parameter(
+    tensors: Mapping[str, StoredTensor], folder: Path, config: ModelConfig
+) -> dict[str, StoredTensor]:
+    """The tensors, those of stacks of experts by the names of parameters, as their ranks and alphas are."""
+    stacks, _ = targets_of_settings(read_settings(folder), config, where=str(folder / CONFIG))
+    in_memory = stacks_in_memory(config)
+    renamed = {
+        f"{wrapped}.{part}.weight": f"{in_memory[stack]}.{part}.weight"
+        for stack, wrapped in wrapped_names(config, stacks).items()
+        for part in ("lora_A", "lora_B")
+    }
+    return {renamed.get(name, name): tensor for name, tensor in tensors.items()}
 
 
 def read_adaptation(
@@ -165,7 +194,7 @@ def read_adaptation(
     `base`: the folder of that model, for messages. Raises UserError when the adapter is for another base, is damaged,
     or is unsupported.
     """
-    settings = _settings(folder)
+    settings = _settings(folder, config)
     where = str(folder / adapter_file(folder))
     adapter_tensors(folder)  # refuses what is missing, damaged, a pickle or not finite
     tensors = base_tensors(folder, config, is_tied=shares_head(config))
@@ -230,7 +259,13 @@ class _Reading:
             for name in self.tensors
             if (match := PAIR.fullmatch(name) or VOCABULARY_PAIR.fullmatch(name))
         ]
-        self.pair_of_module = settings.pairs(sorted(set(pair_modules)))
+        # PEFT's patterns of ranks mean the names of modules, and of what it adapts as a parameter that name.
+        keys = {
+            module: f"{module}.weight" if module in settings.parameters else module
+            for module in sorted(set(pair_modules))
+        }
+        pairs_by_key = settings.pairs(list(keys.values()))
+        self.pair_of_module = {module: pairs_by_key[key] for module, key in keys.items()}
 
     def config_of_adapter(self) -> ModelConfig:
         """The base's config with the adapter's vocabulary and head: weights that it changes apart are not tied."""
@@ -355,8 +390,10 @@ class _Reading:
         pairs: dict[str, Pair] = {}
         lora_biases: list[str] = []
         adaptable_modules = set(linear_modules(config))
+        pairs |= self.pairs_of_stacks(config)
+        of_stacks = {module for stack in pairs for module in self._modules_of_stack(config, stack)}
         for stored_module, pair in self.pair_of_module.items():
-            if stored_module in self.vocabulary_modules:
+            if stored_module in self.vocabulary_modules or stored_module in of_stacks:
                 continue
             modules = modules_by_stored_module.get(stored_module, [])
             if not modules or modules[0] not in adaptable_modules:
@@ -379,6 +416,72 @@ class _Reading:
                 )
             pairs |= dict.fromkeys(modules, pair)
         return pairs, tuple(lora_biases)
+
+    def pairs_of_stacks(self, config: ModelConfig) -> dict[str, Pair]:
+        """The pairs of stacks of experts, given as such or for each expert."""
+        pairs: dict[str, Pair] = {}
+        for stack, shape in expert_stacks(config).items():
+            parameter = stacks_in_memory(config)[stack]
+            modules = [
+                module
+                for module in self._modules_of_stack(config, stack)
+                if module in self.pair_of_module
+            ]
+            if not modules:
+                continue
+            if self.settings.dora or self.settings.residual:
+                raise UserError(
+                    f"the adapter has DoRA or {self.settings.residual or 'a residual'} on experts, which PEFT does not "
+                    "compute",
+                    where=str(self.folder / CONFIG),
+                    fix=self.merge,
+                )
+            _, outputs, inputs = shape
+            if parameter in modules:
+                pair = self.pair_of_module[parameter]
+                self._expect_stack(stack, pair, config)
+                pairs[stack] = pair
+                continue
+            names = expert_names(config, stack)
+            pairs[stack] = pair_of_experts(self.pair_of_module, names, where=self.where)
+            rows = outputs // len(names[0])
+            for module in (module for modules in names for module in modules):
+                rank = self.pair_of_module[module].rank
+                self._expect(f"{module}.lora_A.weight", (rank, inputs))
+                self._expect(f"{module}.lora_B.weight", (rows, rank))
+        return pairs
+
+    def _modules_of_stack(self, config: ModelConfig, stack: str) -> list[str]:
+        """Every name that a pair of it may have."""
+        if stack not in stacks_in_memory(config):
+            return []
+        of_experts = [module for modules in expert_names(config, stack) for module in modules]
+        return [stacks_in_memory(config)[stack], *of_experts]
+
+    def _expect_stack(self, stack: str, pair: Pair, config: ModelConfig) -> None:
+        """Raises UserError unless both matrices of a stack have one of the two layouts."""
+        experts, outputs, inputs = expert_stacks(config)[stack]
+        parameter = stacks_in_memory(config)[stack]
+        A_name, B_name = f"{parameter}.lora_A.weight", f"{parameter}.lora_B.weight"
+        columns = pair.rank * experts
+        A, B = self.tensors.get(A_name), self.tensors.get(B_name)
+        if (
+            A is not None
+            and B is not None
+            and is_swapped(
+                A.shape,
+                B.shape,
+                config,
+                stack,
+                version=self.settings.version,
+                where=str(self.folder / CONFIG),
+            )
+        ):
+            self._expect(A_name, (columns, outputs))
+            self._expect(B_name, (inputs, columns))
+            return
+        self._expect(A_name, (columns, inputs))
+        self._expect(B_name, (outputs, columns))
 
     def replaced(self, config: ModelConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The modules that the adapter replaces, and the biases that it replaces alone.
@@ -456,6 +559,10 @@ class _Settings:
     alphas: Mapping[str, float]
     residual: str
     token_ids: object  # trainable_token_indices: a list, or a list by module
+    parameters: frozenset[
+        str
+    ]  # stored linear modules whose weight PEFT adapts as a target parameter
+    version: object  # of PEFT, as it wrote it
 
     def pairs(self, stored_modules: Sequence[str]) -> dict[str, Pair]:
         """The pair of each module, by PEFT's rule for rank_pattern and alpha_pattern."""
@@ -489,7 +596,7 @@ class _Settings:
         return tuple(ids)
 
 
-def _settings(folder: Path) -> _Settings:
+def _settings(folder: Path, config: ModelConfig) -> _Settings:
     """Raises UserError for a setting that could change the numbers in an unsupported way."""
     config_json = read_settings(folder)
     where = str(folder / CONFIG)
@@ -509,12 +616,11 @@ def _settings(folder: Path) -> _Settings:
         and value != {}
         and value != []
     ]
-    # The ranks of parameters that are no layer of their own, such as experts, follow other rules.
-    if config_json.get("target_parameters"):
-        unsupported.append(f"target_parameters ({str(config_json['target_parameters'])[:60]!r})")
     if unsupported:
         problem = f"unsupported adapter setting: {unsupported[0]}"
         raise UserError(problem, where=where, fix=MERGE)
+
+    _, parameters = targets_of_settings(config_json, config, where=where)
 
     # An initialization that replaced the base's weights makes the published base the wrong one.
     initialization = config_json.get("init_lora_weights", True)
@@ -553,4 +659,6 @@ def _settings(folder: Path) -> _Settings:
         alphas=numbers_by_pattern("alpha_pattern"),
         residual=str(residual),
         token_ids=config_json.get("trainable_token_indices"),
+        parameters=frozenset(parameters),
+        version=config_json.get("peft_version"),
     )

@@ -7,20 +7,30 @@ import shlex
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import digest_of, digests_of_file, read_input
 from bloomery.core.text import closest
 from bloomery.facts.config import ModelConfig
-from bloomery.facts.counting import layers, parameter_shapes
+from bloomery.facts.counting import (
+    ROUTER,
+    Shape,
+    expert_parts,
+    expert_stacks,
+    is_expert_stack,
+    layers,
+    parameter_shapes,
+)
 from bloomery.facts.families import FAMILIES
 from bloomery.hub import fetch_model, is_hub_id
 from bloomery.model.adapters import mlx_files
 from bloomery.model.adapters.mlx_files import is_of_mlx, peft_settings
 from bloomery.model.adapters.peft_names import AGAIN, MERGE
+from bloomery.model.io.expert_tensors import stored_experts
 from bloomery.model.io.stored import (
     INDEX,
     LARGEST_CONFIG,
@@ -43,7 +53,9 @@ EMBEDDING = "model.embed_tokens"
 
 @dataclass(frozen=True)
 class Pair:
-    """LoRA of one linear layer: scale * B @ A, with A [rank, inputs] and B [outputs, rank]."""
+    """LoRA of one linear layer: scale * B @ A, with A [rank, inputs] and B [outputs, rank]; of each matrix of a stack
+    of experts likewise, all of one rank and scale.
+    """
 
     rank: int
     scale: float
@@ -59,7 +71,8 @@ class VocabularyChange:
 
 @dataclass(frozen=True, kw_only=True)
 class Adaptation:
-    """`pairs` by the module that they adapt; `modules_to_save` are trained in full, a tied head as the embedding.
+    """`pairs` by the module, or stack of experts, that they adapt; `modules_to_save` are trained in full, a tied head
+    as the embedding.
 
     `pissa`: each pair starts as its matrix's largest singular values, which a frozen copy subtracts again.
 
@@ -97,6 +110,7 @@ def adaptation(config: ModelConfig, adapter: Lora) -> Adaptation:
                 fix="name it in one of the two",
                 code=2,
             )
+    _refuse_on_experts(config, adapter, targets)
     if adapter.init == "pissa":
         shapes = parameter_shapes(config)
         for module in targets:
@@ -123,6 +137,32 @@ def adaptation(config: ModelConfig, adapter: Lora) -> Adaptation:
         dropout=adapter.dropout,
         dtype=adapter.dtype,
     )
+
+
+def _refuse_on_experts(config: ModelConfig, adapter: Lora, targets: Collection[str]) -> None:
+    """Raises UserError for what PEFT's files cannot say of experts, and PEFT does not compute."""
+    all_stacks = expert_stacks(config)
+    stacks = [target for target in targets if target in all_stacks]
+    parameters = [target for target in targets if is_adapted_by_parameter(config, target)]
+    settings = (
+        (adapter.dropout > 0, "dropout of LoRA", "adapter.dropout", "0", stacks),
+        (adapter.kind == "dora", "DoRA", "adapter.kind", "lora", stacks + parameters),
+        (adapter.init == "pissa", "PiSSA", "adapter.init", "default", stacks),
+    )
+    others = {
+        module.rpartition(".")[2]: None
+        for module in linear_modules(config)
+        if not is_adapted_by_parameter(config, module)
+    }
+    for is_set, name, where, default, modules in settings:
+        if is_set and modules:
+            raise UserError(
+                f"{name} does not work on {modules[0]}: PEFT adapts it as a parameter, without its inputs, and would "
+                "open no such adapter",
+                where=where,
+                fix=f"set {where}={default}, or leave it out: adapter.target_modules=[{', '.join(others)}]",
+                code=2,
+            )
 
 
 def refuse_untrained_rows(config: ModelConfig, adapter: Lora, *, new: int) -> None:
@@ -155,48 +195,133 @@ def linear_modules(config: ModelConfig) -> list[str]:
     return inputs + inside
 
 
-def target_modules(config: ModelConfig, names: Iterable[str]) -> tuple[str, ...]:
-    """The linear maps that names, patterns over full names, or "all-linear" mean; in the model's order.
+@dataclass(frozen=True)
+class _Target:
+    """What an adapter may change, and the names that mean it.
 
-    Names that saved files of the family use for them (c_attn, qkv_proj) are understood, too.
+    Of a stack of experts each of `parts`, gate and up, has names of its own: one of them alone means no matrix.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    is_gate: bool = False  # of the shared expert: a row that "all-linear" leaves out, as the router
+
+    def is_meant(self, pattern: str) -> bool:
+        if pattern == ALL_LINEAR:
+            return not self.is_gate
+        return any(_matches(pattern, name) for name in self.names)
+
+    def parts_meant(self, pattern: str) -> set[str]:
+        return {
+            part
+            for part, names in self.parts.items()
+            if any(_matches(pattern, name) for name in names)
+        }
+
+
+def _targets(config: ModelConfig) -> list[_Target]:
+    """In the model's order."""
+    locations = tensor_locations(config)
+    stacks = expert_stacks(config)
+    memory_names = stacks_in_memory(config)
+    targets = []
+    order = [*linear_modules(config), *stacks]
+    order.sort(key=lambda name: int(name.split(".")[2]) if ".layers." in name else -1)
+    for name in order:
+        if name not in stacks:
+            stored_name = locations[f"{name}.weight"].name.removesuffix(".weight")
+            is_gate = name.endswith(".shared_expert_gate")
+            targets.append(_Target(name, (name, stored_name), is_gate=is_gate))
+            continue
+        # The stack, the module that it is in, and its parts by the names that they have with or without a number.
+        experts = name.rpartition(".")[0]
+        stack_in_memory = memory_names[name]
+        whole = (name, experts, stack_in_memory, stack_in_memory.rpartition(".")[0])
+        parts: dict[str, tuple[str, ...]] = {}
+        for part in expert_parts(name, (1, *stacks[name][1:])):
+            module = part.name.split(".")[-2]
+            parts[module] = (f"{experts}.{module}",)
+            if not locations[part.name].stacked:
+                stored_name = locations[part.name].name.removesuffix(".weight")
+                stored_expert, _, stored_leaf = stored_name.rpartition(".")
+                parts[module] += (f"{stored_expert.rpartition('.')[0]}.{stored_leaf}",)
+        targets.append(_Target(name, whole, parts))
+    return targets
+
+
+def target_modules(config: ModelConfig, names: Iterable[str]) -> tuple[str, ...]:
+    """The linear maps and stacks of experts that names, patterns over full names, or "all-linear" mean; in the model's
+    order. "all-linear" leaves out the router and the gate of a shared expert.
+
+    Names that saved files of the family use for them (c_attn, qkv_proj, w1) are understood, too.
     """
     where = "adapter.target_modules"
-    modules = linear_modules(config)
-    locations = tensor_locations(config)
-    names_in_files = {
-        module: locations[f"{module}.weight"].name.removesuffix(".weight") for module in modules
-    }
+    targets = _targets(config)
 
     # Each name must mean a module: one that means none would train less than you asked for.
-    targets: set[str] = set()
+    meant: set[str] = set()
+    parts_by_stack: dict[str, set[str]] = {}
     for name in names:
-        matching_modules = [
-            module
-            for module in modules
-            if name == ALL_LINEAR
-            or _matches(name, module)
-            or _matches(name, names_in_files[module])
-        ]
-        if not matching_modules and (_matches(name, HEAD) or _matches(name, EMBEDDING)):
-            leaf = HEAD if _matches(name, HEAD) else "embed_tokens"
+        matching = [target.name for target in targets if target.is_meant(name)]
+        parts_of_name = {target.name: target.parts_meant(name) for target in targets}
+        if not matching and not any(parts_of_name.values()):
+            raise _no_target(config, name, [target.name for target in targets], where)
+        meant.update(matching)
+        for stack, parts in parts_of_name.items():
+            parts_by_stack.setdefault(stack, set()).update(parts)
+
+    # The rows of gate and up are one matrix, whose LoRA they share.
+    for target in targets:
+        parts = parts_by_stack.get(target.name, set())
+        if not parts or target.name in meant:
+            continue
+        if missing := target.parts.keys() - parts:
             raise UserError(
-                f"not a linear layer inside the decoder layers: {leaf}",
+                f"the {min(parts)} of experts is a part of {target.name}, whose LoRA its other part shares",
                 where=where,
-                fix=f"remove it, and train it with adapter.modules_to_save=[{leaf}]",
+                fix=f"add {min(missing)}, or name a module of attention or of an MLP in full",
                 code=2,
             )
-        if not matching_modules:
-            count = f"; the model has layers 0 to {config.num_layers - 1}" if "." in name else ""
-            raise unknown_module(name, modules, where, ALL_LINEAR + count)
-        targets.update(matching_modules)
-    if not targets:
+        meant.add(target.name)
+    if not meant:
         raise UserError(
             "the adapter has no targets",
             where=where,
             fix="set adapter.target_modules=[q_proj, v_proj] or adapter.target_modules=[all-linear]",
             code=2,
         )
-    return tuple(module for module in modules if module in targets)
+    return tuple(target.name for target in targets if target.name in meant)
+
+
+def _no_target(config: ModelConfig, name: str, targets: list[str], where: str) -> UserError:
+    """For a name that means no target."""
+    for module in (HEAD, EMBEDDING):
+        if _matches(name, module):
+            leaf = module.rpartition(".")[2]
+            return UserError(
+                f"not a linear layer inside the decoder layers: {leaf}",
+                where=where,
+                fix=f"remove it, and train it with adapter.modules_to_save=[{leaf}]",
+                code=2,
+            )
+    locations = tensor_locations(config)
+    routers = {
+        path
+        for parameter, location in locations.items()
+        if parameter.endswith(ROUTER)
+        for path in (parameter.rpartition(".")[0], location.name.rpartition(".")[0])
+    }
+    if routers and (name == "router" or any(_matches(name, router) for router in routers)):
+        return UserError(
+            f"the router is no target of LoRA: {name[:80]!r}. Its few rows choose the experts, and vLLM and "
+            "SGLang open no adapter with it",
+            where=where,
+            fix="take it out: it stays frozen; adapter.modules_to_save=[mlp.gate] trains it in full",
+            code=2,
+        )
+    count = f"; the model has layers 0 to {config.num_layers - 1}" if "." in name else ""
+    return unknown_module(name, targets, where, ALL_LINEAR + count)
 
 
 def modules_to_save(config: ModelConfig, names: Iterable[str]) -> tuple[str, ...]:
@@ -242,6 +367,56 @@ def unknown_module(name: str, modules: list[str], where: str, alternatives: str)
     )
 
 
+@cache
+def stacks_in_memory(config: ModelConfig) -> Mapping[str, str]:
+    """The names of parameters in transformers' memory, which PEFT targets, by our names of stacks of experts."""
+    stored = stored_experts(config)
+    names = {}
+    for name in expert_stacks(config):
+        layer, _, stack = name.rpartition(".mlp.experts.")
+        names[name] = f"{layer}.{stored.stacks.get(stack, f'{stored.module}.{stack}')}"
+    return MappingProxyType(names)
+
+
+def has_stacks(settings: Adaptation) -> bool:
+    """Whether the adapter changes stacks of experts."""
+    return any(map(is_expert_stack, settings.pairs))
+
+
+def adapter_module(target: str) -> str:
+    """The module with the LoRA matrices of a target: of a stack of experts, which is a parameter, one beside it."""
+    experts, _, stack = target.rpartition(".")
+    return f"{experts}.lora.{stack}" if is_expert_stack(target) else target
+
+
+def adapter_shapes(target: str, rank: int, shape: Shape) -> dict[str, Shape]:
+    """The LoRA matrices of a matrix of `shape`, or of a stack of them, by the names of parameters."""
+    *experts, outputs, inputs = shape
+    module = adapter_module(target)
+    return {
+        f"{module}.lora_A": (*experts, rank, inputs),
+        f"{module}.lora_B": (*experts, outputs, rank),
+    }
+
+
+# What PEFT 0.21 takes for matrices of experts wherever a module of that name is (_MOE_TARGET_MODULE_MAPPING in
+# peft/utils/transformers_weight_conversion.py).
+_NAMES_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+
+
+def is_adapted_by_parameter(config: ModelConfig, module: str) -> bool:
+    """Whether PEFT reaches a linear map only by its weight, as target parameter: by its name it would adapt experts."""
+    stored_name = (
+        tensor_locations(config)[f"{module}.weight"].name if _is_linear(config, module) else ""
+    )
+    leaf = stored_name.removesuffix(".weight").rpartition(".")[2]
+    return config.experts is not None and leaf in _NAMES_OF_EXPERTS
+
+
+def _is_linear(config: ModelConfig, module: str) -> bool:
+    return f"{module}.weight" in tensor_locations(config)
+
+
 def shares_head(config: ModelConfig) -> bool:
     """Whether the embedding is the head, too."""
     return config.tie_embeddings and config.head == "tokens"
@@ -252,17 +427,21 @@ def stored_modules(config: ModelConfig) -> dict[str, list[str]]:
     that it renames when it loads them; of fused ones in the order of rows.
     """
     modules_by_stored_name: dict[str, list[str]] = {}
-    family = FAMILIES.get(config.family)
-    renamed = {} if family is None else family.stored.in_memory
     for name, location in tensor_locations(config).items():
         module, _, kind = name.rpartition(".")
         if kind == "weight":
-            stored_name = location.name.rpartition(".")[0]
-            for ending, ending_in_memory in renamed.items():
-                if stored_name.endswith(ending):
-                    stored_name = stored_name.removesuffix(ending) + ending_in_memory
+            stored_name = in_memory(location.name.rpartition(".")[0], config)
             modules_by_stored_name.setdefault(stored_name, []).append(module)
     return modules_by_stored_name
+
+
+def in_memory(stored_module: str, config: ModelConfig) -> str:
+    """The name in transformers' memory of a module of files (`stored.as_saved` undoes it)."""
+    family = FAMILIES.get(config.family)
+    for ending, ending_in_memory in (family.stored.in_memory if family else {}).items():
+        if stored_module.endswith(f".{ending}"):
+            return stored_module.removesuffix(ending) + ending_in_memory
+    return stored_module
 
 
 def _refuse_parts_of_fused(config: ModelConfig, names: Collection[str], where: str) -> None:

@@ -544,7 +544,7 @@ def read_headers(
     all_tensors = _all_tensors(folder)
     stored = _text_tensors(all_tensors)
     where = str(next(iter(stored.values())).path if stored else folder)
-    stored = {_as_saved(name, config): tensor for name, tensor in stored.items()}
+    stored = {as_saved(name, config): tensor for name, tensor in stored.items()}
     known_names = expected_names.union(expert_names(config))
     named = transformers_names(stored, known_names, embedding, where)
     tensors = dict(named.by_name)
@@ -648,7 +648,7 @@ def _unused_keys(config: ModelConfig) -> set[str]:
     }
 
 
-def _as_saved(name: str, config: ModelConfig) -> str:
+def as_saved(name: str, config: ModelConfig) -> str:
     """transformers also reads the names that its modules have in memory."""
     family = FAMILIES.get(config.family)
     if family is None or config.transformers_backend is not None:

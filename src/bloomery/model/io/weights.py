@@ -431,8 +431,7 @@ def read_model(
         return
     with StoredModel(decoder.config, folder, seed=seed, new=new) as model:
         for name, parameter in base_parameters(decoder):
-            for part_name, part in unstacked(name, parameter):
-                model.fill(part_name, part)
+            model.fill(name, parameter)
         for name, weight in quantized_weights(decoder):
             _read_quantized(weight, model.tensors[name], model.locations[name], model.reader, name)
 
@@ -483,7 +482,11 @@ class StoredModel:
 
     @torch.no_grad()
     def fill(self, name: str, parameter: Tensor) -> None:
-        """The stored values are cast to the dtype that the parameter has."""
+        """The stored values are cast to the dtype that the parameter has; of a stack of experts part by part."""
+        for part_name, part in unstacked(name, parameter):
+            self._fill_part(part_name, part)
+
+    def _fill_part(self, name: str, parameter: Tensor) -> None:
         # Only a values head may be missing here: it is drawn from a random stream of its own.
         if name not in self.tensors:
             drawn = torch.empty(parameter.shape)

@@ -20,7 +20,7 @@ from bloomery.facts.counting import (
 )
 from bloomery.facts.limits import INT8_BLOCK, INT8_SMALLEST, SCALE_BYTES, storage_bytes
 from bloomery.facts.optimizers import OPTIMIZERS, Update
-from bloomery.model.adapters.settings import EMBEDDING
+from bloomery.model.adapters.settings import EMBEDDING, adapter_module, adapter_shapes
 from bloomery.plan.estimate.mode import FULL, TrainingMode, mode_of
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Recipe
@@ -77,9 +77,9 @@ class TrainedLayer:
         return (*self.trained, *self.adapter)
 
     def adapter_rank(self, module: str) -> int:
-        """The rank of the adapter of a module ("self_attn.q_proj"); 0: it has none."""
-        shape = self.adapter.get(f"{module}.lora_A")
-        return 0 if shape is None else shape[0]
+        """The rank of the adapter of a module or stack ("self_attn.q_proj"); 0: it has none."""
+        shape = self.adapter.get(f"{adapter_module(module)}.lora_A")
+        return 0 if shape is None else shape[-2]
 
     def reads_input(self, *modules: str, dropout: bool) -> bool:
         """Whether a gradient of weights reads the unmodified input of one of these modules ("q_proj").
@@ -135,11 +135,10 @@ class TrainedModel:
         """Trainable parameters that the model itself does not have."""
         adapter: dict[str, Shape] = {}
         for module, rank in self.mode.target_modules:
-            shape = self.shapes.get(f"{module}.weight")
+            shape = self.shapes.get(f"{module}.weight", self.shapes.get(module))
             if shape is None:  # of a layer on another stage
                 continue
-            adapter[f"{module}.lora_A"] = (rank, shape[1])
-            adapter[f"{module}.lora_B"] = (shape[0], rank)
+            adapter |= adapter_shapes(module, rank, shape)
             if self.mode.dora:
                 adapter[f"{module}.lora_magnitude"] = (shape[0],)
         return adapter

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bloomery.core.errors import UserError
-from bloomery.facts.counting import is_expert_stack
+from bloomery.facts.counting import is_of_experts
 from bloomery.facts.limits import INT8_BLOCK, refuse_split_int8_blocks
 from bloomery.facts.optimizers import OPTIMIZERS, updating_kind
 from bloomery.model.io.parameters import local, rows_of
@@ -37,7 +37,7 @@ def is_same_on_ranks(slot: str, name: str) -> bool:
 
     Those of a stack of experts are one row for each expert.
     """
-    return slot == "step" or (slot == "col_var" and not is_expert_stack(name))
+    return slot == "step" or (slot == "col_var" and not is_of_experts(name))
 
 
 @runtime_checkable

@@ -1,0 +1,193 @@
+"""Runs with LoRA on experts: on ranks as on one, resumed, recomputed, by every optimizer, with a reference model."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from plans_for_tests import tiny_plan
+from runs_of_the_loop import assert_same_tensors
+from safetensors.torch import load_file
+from structured_runs import write_answers
+from test_expert_ranks import mixture
+from test_optimizers import PLAN
+from torch.testing import assert_close
+
+from bloomery.data.tokenizer.tokenizer import load_tokenizer
+from bloomery.model.adapters.lora import adapt, init_adapters
+from bloomery.model.decoder import Decoder
+from bloomery.model.io.weights import fresh_decoder, model_state, write_model
+from bloomery.parallel.apply import checkpoint_block
+from bloomery.plan.estimate.mode import mode_of
+from bloomery.plan.estimate.states import TrainedModel
+from bloomery.recipe.objectives import Preference
+from bloomery.recipe.schema import Lora
+from bloomery.train.optim.build import build_optimizer
+from ranks import fields, losses, on_ranks, ranks, train, train_here
+
+MIXTURE = mixture(vocab_size=512)
+ALL = Lora(kind="lora", rank=4, target_modules=["all-linear"])
+TOKENS = torch.randint(3, 512, (2, 40), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def base(prepared, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    write_model(model_state(fresh_decoder(MIXTURE, seed=3)), MIXTURE, folder)
+    load_tokenizer(prepared).save(folder)
+    return folder
+
+
+def plan_of(data: Path, base: Path, *, steps: int = 4, **fields):
+    train = {"steps": steps, "tokens_per_step": 128, "micro_batch_size": 1, "accumulation": 4}
+    return tiny_plan(
+        data,
+        config=MIXTURE,
+        train=train,
+        checkpoint={"every_steps": 2},
+        eval={"every_steps": 2},
+        model={"source": base},
+    ).model_copy(update={"adapter": ALL, "source": base} | fields)
+
+
+def adapted_decoder(adapter: Lora = ALL) -> Decoder:
+    """Whose adapters have moved away from where they begin."""
+    decoder = fresh_decoder(MIXTURE, seed=0)
+    adapt(decoder, adapter)
+    init_adapters(decoder, 0)
+    numbers = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            if parameter.requires_grad:
+                parameter += torch.empty(parameter.shape).normal_(0, 0.05, generator=numbers)
+    return decoder
+
+
+def gradients(decoder: Decoder) -> dict[str, torch.Tensor]:
+    decoder(TOKENS).head.square().mean().backward()
+    return {n: p.grad for n, p in decoder.named_parameters() if p.grad is not None}
+
+
+def test_ranks_train_as_one_rank(prepared, base, tmp_path) -> None:
+    plan = plan_of(prepared, base)
+    several = on_ranks(plan, shard=2)
+    one = train_here(plan.model_dump_json(), str(tmp_path / "one"), None, None)
+    arguments = (several.model_dump_json(), str(tmp_path / "many"), None, None)
+    many = ranks(several.train.ranks).call(train_here, *arguments)[0]
+    assert losses(many).keys() == {1, 2, 3, 4}
+    assert losses(many) == pytest.approx(losses(one), rel=0, abs=1e-5)
+    files = [
+        load_file(tmp_path / name / "checkpoints/step-00000004/adapter_model.safetensors")
+        for name in ("one", "many")
+    ]
+    assert any(".experts.base_layer.lora_B" in name for name in files[0])
+    for name, tensor in files[0].items():
+        assert_close(files[1][name], tensor, atol=1e-5, rtol=0, msg=name)
+
+
+def test_a_resumed_run_is_bitwise_the_undisturbed_one(prepared, base, tmp_path) -> None:
+    plan = plan_of(prepared, base)
+    whole = train(plan, tmp_path / "whole")
+    folder = tmp_path / "stopped"
+    train(plan, folder, stop_after=2)
+    train(plan, folder, resume_from=folder / "checkpoints" / "step-00000002")
+    assert losses(whole)[4] < losses(whole)[1]
+    last = Path("checkpoints") / "step-00000004"
+    states = [sorted((run / last).rglob("*.safetensors")) for run in (tmp_path / "whole", folder)]
+    assert states[0] and len(states[0]) == len(states[1])
+    for file, other in zip(*states, strict=True):
+        assert_same_tensors(load_file(file), load_file(other))
+
+
+def test_preferences_are_learned_against_the_base(prepared, base, tmp_path) -> None:
+    """The reference is the model without its adapters, so that the first loss is that of equal models."""
+    answers = write_answers(tmp_path / "prepared", prepared, "pairs")
+    dpo = {"objective": Preference(kind="dpo", beta=0.5)}
+    run = train(plan_of(answers, base, steps=8, **dpo), tmp_path / "run")
+    assert losses(run)[1] == pytest.approx(0.6931, abs=1e-3)
+    assert losses(run)[8] < losses(run)[1]
+    assert fields(run, "StepDone")
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_recomputed_blocks_have_the_same_gradients(mode) -> None:
+    expected = gradients(adapted_decoder())
+    assert sum(".experts.lora." in name for name in expected) == 8
+    decoder = adapted_decoder()
+    for index, block in enumerate(decoder.model.layers):
+        checkpoint_block(block, mode, index=index)
+    recomputed = gradients(decoder)
+    assert recomputed.keys() == expected.keys()
+    for name, gradient in recomputed.items():
+        assert torch.equal(gradient, expected[name]), name
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+def test_half_precision_stays_near_float32(dtype, bound) -> None:
+    """With the same experts chosen: rounding would choose others of nearly equal scores."""
+    mlp = adapted_decoder().model.layers[0].mlp
+    x_ND = torch.randn(50, MIXTURE.hidden_size, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        choice = mlp.gate(x_ND)
+    results = []
+    for precision in (torch.float32, dtype):
+        mlp.zero_grad()
+        with torch.autocast("cpu", dtype=precision, enabled=precision != torch.float32):
+            y_ND = mlp.experts(x_ND, choice)
+        y_ND.float().square().sum().backward()
+        grads = {name: p.grad for name, p in mlp.experts.lora.named_parameters()}
+        assert len(grads) == 4 and all(grad.dtype == torch.float32 for grad in grads.values())
+        results.append({"y": y_ND.detach().float()} | grads)
+    for name, value in results[0].items():
+        assert (results[1][name] - value).norm() / value.norm() < bound, name
+
+
+def test_a_plan_counts_the_parameters_that_train() -> None:
+    decoder = adapted_decoder()
+    trained = {name: p.shape for name, p in decoder.named_parameters() if p.requires_grad}
+    recipe = tiny_plan(Path("none"), config=MIXTURE).model_copy(update={"adapter": ALL})
+    planned = TrainedModel(MIXTURE, mode_of(recipe, MIXTURE)).trainable
+    assert {name: tuple(shape) for name, shape in trained.items()} == planned
+
+
+def test_muon_updates_each_matrix_of_each_expert() -> None:
+    """As torch's on each by itself."""
+    decoder = adapted_decoder(Lora(kind="lora", rank=4, target_modules=["experts"]))
+    trained = {name: p for name, p in decoder.named_parameters() if p.requires_grad}
+    matrices = {
+        (name, expert): torch.nn.Parameter(matrix.detach().clone())
+        for name, parameter in trained.items()
+        for expert, matrix in enumerate(parameter)
+    }
+    assert len(matrices) == 2 * 2 * 2 * 4  # A and B of two stacks of four experts in two layers
+    reference = torch.optim.Muon(
+        list(matrices.values()),
+        lr=0.02,
+        momentum=0.95,
+        weight_decay=0.1,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    optimizer = build_optimizer(decoder, PLAN.model_copy(update={"kind": "muon"}))
+    for step in range(2):
+        numbers = torch.Generator().manual_seed(step)
+        for name, parameter in trained.items():
+            parameter.grad = torch.empty(parameter.shape).normal_(generator=numbers)
+            for expert, gradient in enumerate(parameter.grad):
+                matrices[name, expert].grad = gradient.clone()
+        optimizer.step(1.0)
+        reference.step()
+    for (name, expert), matrix in matrices.items():
+        assert_close(trained[name][expert], matrix, atol=2e-3, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"kind": "adafactor"}, {"fused": True}, {"state_dtype": "int8"}]
+)
+def test_other_optimizers_move_every_expert_with_a_gradient_alone(changes) -> None:
+    decoder = adapted_decoder()
+    before = {n: p.detach().clone() for n, p in decoder.named_parameters() if ".lora." in n}
+    optimizer = build_optimizer(decoder, PLAN.model_copy(update=changes | {"weight_decay": 0.0}))
+    grads = gradients(decoder)
+    optimizer.step(1.0)
+    for name, old in before.items():
+        moved = (decoder.get_parameter(name) != old).flatten(1).any(1)
+        assert torch.equal(moved, grads[name].flatten(1).any(1)), name
