@@ -2,8 +2,11 @@
 
 Random weights of about 100M parameters; both sides alternate in one process on the same tokens, and the least of each
 side counts, by the clock and in seconds of all threads. A training step is one sequence of 1,024 tokens, all of them
-scored, forward, backward and fused AdamW in bfloat16 autocast; memory is what tensors hold at once. Decoding is greedy
-in bfloat16, of one text. Transformers takes sdpa, and has neither flash-linear-attention nor causal-conv1d on a CPU.
+scored, forward, backward and fused AdamW; memory is what tensors hold at once. Decoding is greedy, of one text.
+Transformers takes sdpa, and has neither flash-linear-attention nor causal-conv1d on a CPU. Both sides compute in
+`--precision`: in bfloat16 (autocast in training) where the CPU multiplies it, else in float32, which is the quicker
+there. Both keep the memory that a step frees, as a training run of ours on a CPU does: page faults of fresh memory
+would cost transformers more.
 """
 
 import argparse
@@ -18,6 +21,8 @@ import torch
 from memory_tracker import held_bytes, peak_bytes
 from transformers import AutoModelForCausalLM, GenerationConfig, Lfm2Config, Qwen3_5TextConfig
 
+from bloomery.core.allocator import keep_freed_memory
+from bloomery.hardware.detect import detect
 from bloomery.infer.decode import sample_tokens
 from bloomery.infer.sampling import Sampling
 from bloomery.model.compiled_step import compile_step
@@ -62,17 +67,21 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--compile", action="store_true", help="our blocks by torch.compile")
+    parser.add_argument("--precision", choices=["float32", "bfloat16"], default=best_precision())
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
+    keep_freed_memory()
     with tempfile.TemporaryDirectory() as folder:
         theirs = AutoModelForCausalLM.from_config(CONFIGS[asked.family]())
         theirs.save_pretrained(folder)
         size = sum(parameter.numel() for parameter in theirs.parameters())
         print(
-            f"{asked.family}, {size / 1e6:.0f}M parameters, {asked.work}, {asked.threads} threads"
+            f"{asked.family}, {size / 1e6:.0f}M parameters, {asked.work}, {asked.precision},"
+            f" {asked.threads} threads"
         )
         del theirs
-        sides = (train if asked.work == "train" else decode)(Path(folder), asked.compile)
+        prepare = train if asked.work == "train" else decode
+        sides = prepare(Path(folder), getattr(torch, asked.precision), asked.compile)
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     for turn in range(asked.rounds + 1):
         for name, run in sides.items():
@@ -97,7 +106,11 @@ def main() -> None:
     print(f"load {os.getloadavg()[0]:.1f}, {held_bytes() / 2**20:,.0f} MiB held by both")
 
 
-def train(folder: Path, is_compiled: bool) -> dict[str, Callable[[], None]]:
+def best_precision() -> str:
+    return "bfloat16" if {"avx512_bf16", "amx_bf16"} & set(detect().host.cpu_flags) else "float32"
+
+
+def train(folder: Path, dtype: torch.dtype, is_compiled: bool) -> dict[str, Callable[[], None]]:
     theirs = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="sdpa"
     )
@@ -124,16 +137,18 @@ def train(folder: Path, is_compiled: bool) -> dict[str, Callable[[], None]]:
         return -scores.sum() / loss_mask.sum()
 
     return {
-        "bloomery": step_of(ours, forward_of_ours),
-        "transformers": step_of(theirs, forward_of_theirs),
+        "bloomery": step_of(ours, forward_of_ours, dtype),
+        "transformers": step_of(theirs, forward_of_theirs, dtype),
     }
 
 
-def step_of(model: Any, forward: Callable[[], torch.Tensor]) -> Callable[[], None]:
+def step_of(
+    model: Any, forward: Callable[[], torch.Tensor], dtype: torch.dtype
+) -> Callable[[], None]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
     def step() -> None:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
             loss = forward()
         loss.backward()
         optimizer.step()
@@ -142,14 +157,14 @@ def step_of(model: Any, forward: Callable[[], torch.Tensor]) -> Callable[[], Non
     return step
 
 
-def decode(folder: Path, is_compiled: bool) -> dict[str, Callable[[], None]]:
+def decode(folder: Path, dtype: torch.dtype, is_compiled: bool) -> dict[str, Callable[[], None]]:
     del is_compiled
     tokens = 48
     prompt = list(range(100, 132))
     theirs = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, attn_implementation="sdpa"
+        folder, dtype=dtype, attn_implementation="sdpa"
     ).eval()
-    ours = load_decoder(folder, dtype=torch.bfloat16).requires_grad_(False).eval()
+    ours = load_decoder(folder, dtype=dtype).requires_grad_(False).eval()
     compile_step(ours, print)
     greedy = GenerationConfig(
         max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0

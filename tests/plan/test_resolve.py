@@ -126,7 +126,9 @@ def test_planning_needs_no_torch(tmp_path):
         (("avx2", "avx512f", "avx512_bf16"), "bfloat16", "compiled"),
         (("avx2", "avx512f"), "float32", "compiled"),
         (("avx2", "avx512f"), "bfloat16", "mask"),
-        (("avx2",), "float32", "mask"),
+        (("avx2",), "float32", "compiled"),
+        (("avx2",), "bfloat16", "mask"),
+        ((), "float32", "mask"),
     ],
 )
 def test_compiled_attention_is_taken_where_it_is_quicker(

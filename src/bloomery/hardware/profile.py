@@ -472,15 +472,15 @@ def _triton_compiles(
 
 
 def _native(machine: Machine, device: Accelerator | None) -> Choice[bool]:
-    """Vectors of 512 bits: with shorter ones the sums of a product do not stay in registers."""
+    """Vectors of 256 or 512 bits: those of AVX2 and AVX-512, whose registers hold the sums of a product."""
     compiler = machine.host.compiler
     flags = machine.host.cpu_flags
     if device is not None:
         return Choice(False, "training runs on a GPU")
     if compiler is None or not Path(compiler).name.endswith("g++"):
         return Choice(False, "no g++ on PATH")
-    if "avx512f" not in flags:
-        return Choice(False, "the CPU has no AVX-512")
+    if not {"avx2", "avx512f"} & set(flags):
+        return Choice(False, "the CPU has no AVX2")
     return Choice(True, f"{compiler} compiles them for this CPU")
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from bloomery.core.errors import UserError
 from bloomery.facts.config import Mixer, ModelConfig, Stage, whole_model
 from bloomery.facts.counting import BLOCK_NORMS, MIXER_MODULES, Layer, layers
+from bloomery.model import compiled_pointwise
 from bloomery.model.attention.attend import DocumentBorders, DocumentLayout, layout_of
 from bloomery.model.cache import Cache, LayerCache, StateCache, VisiblePast
 from bloomery.model.compiled_scores import RowsOf
@@ -27,7 +28,7 @@ from bloomery.model.heads import Head, Logits
 from bloomery.model.mixers.attention import Attention, SequenceExchange, plain_backend
 from bloomery.model.mixers.delta_net import GatedDeltaNet
 from bloomery.model.mixers.short_convolution import GatedShortConvolution
-from bloomery.model.norms import build_norm, widened, working_dtype
+from bloomery.model.norms import RMSNorm, build_norm, widened, working_dtype
 from bloomery.model.rope import Frequencies, Rotary, rotary_tables
 from bloomery.model.transformers_backend import TransformersBackbone
 from bloomery.model.xielu import XIELU
@@ -64,7 +65,7 @@ MIXERS: dict[Mixer, Callable[[ModelConfig, Layer, str], nn.Module]] = {
 
 
 class MLP(nn.Module):
-    def __init__(self, config: ModelConfig, inner_width: int) -> None:
+    def __init__(self, config: ModelConfig, inner_width: int, backend: str) -> None:
         super().__init__()
         width = config.hidden_size
         self.gate_proj = (
@@ -75,22 +76,30 @@ class MLP(nn.Module):
         # The one activation that has numbers of its own.
         is_xielu = config.activation == "xielu"
         self.act_fn = XIELU() if is_xielu else ACTIVATIONS[config.activation]
+        self.fuses_gate = backend == "compiled" and config.activation == "silu"
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """[B, T, D]: with a gate as in arXiv:2002.05202, without one a plain two-layer MLP."""
         if self.gate_proj is None:
             inner_BTF = self.act_fn(self.up_proj(x_BTD))
         else:
-            inner_BTF = self.act_fn(self.gate_proj(x_BTD)) * self.up_proj(x_BTD)
+            gate_BTF = self.gate_proj(x_BTD)
+            up_BTF = self.up_proj(x_BTD)
+            if self.fuses_gate and compiled_pointwise.can_fuse(gate_BTF, up_BTF):
+                inner_BTF = compiled_pointwise.silu_times(gate_BTF, up_BTF)
+            else:
+                inner_BTF = self.act_fn(gate_BTF) * up_BTF
         projected: Tensor = self.down_proj(inner_BTF)
         return projected
 
 
-def build_mlp(config: ModelConfig, layer: Layer) -> MLP | MixtureOfExperts:
+def build_mlp(config: ModelConfig, layer: Layer, backend: str) -> MLP | MixtureOfExperts:
     experts = layer.experts
     if experts is None:
-        return MLP(config, layer.intermediate_size)
-    shared_expert = MLP(config, experts.shared_width) if experts.shared_width else None
+        return MLP(config, layer.intermediate_size, backend)
+    shared_expert = None
+    if experts.shared_width:
+        shared_expert = MLP(config, experts.shared_width, backend)
     return MixtureOfExperts(config, experts, ACTIVATIONS[config.activation], shared_expert)
 
 
@@ -132,7 +141,7 @@ class Block(nn.Module):
         for name in BLOCK_NORMS[layer.norm_placement]:
             self.add_module(name, build_norm(config, config.hidden_size))
         self.add_module(MIXER_MODULES[layer.mixer], MIXERS[layer.mixer](config, layer, backend))
-        self.mlp = build_mlp(config, layer)
+        self.mlp = build_mlp(config, layer, backend)
         if width := config.per_layer_input_size:
             self.activate = ACTIVATIONS[config.activation]
             self.per_layer_input_gate = nn.Linear(config.hidden_size, width, bias=False)
@@ -280,6 +289,10 @@ class Backbone(nn.Module):
         self.layers = nn.ModuleList(Block(config, layer, backend) for layer in layers(config))
         self.norm = build_norm(config, config.hidden_size)
         self.frequencies = Frequencies(config)
+        if backend == "compiled":
+            for module in self.modules():
+                if isinstance(module, RMSNorm):
+                    module.operator = compiled_pointwise.rms_norm
 
     def forward(
         self,

@@ -1,20 +1,31 @@
-// Vectors of 16 numbers, float32 and bfloat16, for the C++ of this package; `native.py` puts it in front of a file.
+// Vectors of a register's numbers, float32 and bfloat16, for the C++ of this package; `native.py` puts it in front of a
+// file. Vectors wider than the CPU's would pass through memory at every operation.
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#if defined __AVX512F__
+#if defined __AVX2__
 #include <immintrin.h>
 #endif
 
 typedef int64_t Long;
 typedef uint32_t Word;
-typedef float Floats __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef Word Words __attribute__((vector_size(64)));
+#if defined __AVX512F__
 constexpr Long LANES = 16;
+#else
+constexpr Long LANES = 8;
+#endif
+constexpr Long REGISTERS = 2 * LANES;  // of them a CPU has 32 with AVX-512, else 16
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef Word Words __attribute__((vector_size(4 * LANES)));
+#if defined __AVX512F__
+static const Ints ORDER = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#else
+static const Ints ORDER = {0, 1, 2, 3, 4, 5, 6, 7};
+#endif
 
 struct Half { uint16_t bits; };  // bfloat16
 
@@ -49,6 +60,10 @@ static inline Words joined(Floats low, Floats high) {
 static inline float largest(Floats x) {
 #if defined __AVX512F__
     return _mm512_reduce_max_ps((__m512)x);
+#elif defined __AVX2__
+    __m128 y4 = _mm_max_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+    y4 = _mm_max_ps(y4, _mm_movehl_ps(y4, y4));
+    return _mm_cvtss_f32(_mm_max_ss(y4, _mm_movehdup_ps(y4)));
 #endif
     float y = x[0];
     for (Long i = 1; i < LANES; i++) y = std::max(y, x[i]);
@@ -57,6 +72,10 @@ static inline float largest(Floats x) {
 static inline float total(Floats x) {
 #if defined __AVX512F__
     return _mm512_reduce_add_ps((__m512)x);
+#elif defined __AVX2__
+    __m128 y4 = _mm_add_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+    y4 = _mm_add_ps(y4, _mm_movehl_ps(y4, y4));
+    return _mm_cvtss_f32(_mm_add_ss(y4, _mm_movehdup_ps(y4)));
 #endif
     float y = 0;
     for (Long i = 0; i < LANES; i++) y += x[i];
@@ -80,11 +99,16 @@ static inline Floats exponential(Floats x) {
     return x < -87.0f ? Floats{} : y * bits(raised);
 }
 
-// Sixteen numbers at once.
+// A register's numbers at once.
 static inline void put_lanes(float *into, Floats x) { store(into, x); }
 static inline void put_lanes(Half *into, Floats x) {
 #if defined __AVX512BF16__
     store(into, _mm512_cvtneps_pbh((__m512)x));
+#elif defined __AVX2__ && !defined __AVX512F__
+    Words rounded; memcpy(&rounded, &x, sizeof rounded);
+    rounded = (rounded + 0x7fff + ((rounded >> 16) & 1)) >> 16;
+    __m256i twice = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)rounded, (__m256i)rounded), 0x08);
+    store(into, _mm256_castsi256_si128(twice));
 #else
     for (Long i = 0; i < LANES; i++) into[i] = narrow(x[i]);
 #endif
@@ -99,6 +123,8 @@ static inline Floats widened(const float *from) { return loaded(from); }
 static inline Floats widened(const Half *from) {
 #if defined __AVX512F__
     return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
+#elif defined __AVX2__
+    return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from)), 16);
 #else
     Floats x;
     for (Long i = 0; i < LANES; i++) { Word word = Word(from[i].bits) << 16; memcpy((char *)&x + 4 * i, &word, 4); }
@@ -113,7 +139,23 @@ static inline float widened_one(const Half *from) {
     return x;
 }
 
-// 16 x 16 words; rows `from` apart and `into` apart.
+// Up to LANES numbers of a row; zeros behind them.
+template <class T> static inline Floats some(const T *from, Long count) {
+    if (count >= LANES) return widened(from);
+    Floats x = {};
+    for (Long i = 0; i < count; i++) x[i] = widened_one(from + i);
+    return x;
+}
+template <class T> static inline void put_some(T *into, Floats x, Long count) {
+    if (count >= LANES) return put_lanes(into, x);
+    for (Long i = 0; i < count; i++) put(into + i, x[i]);
+}
+static inline Floats sigmoid(Floats x) {
+    Floats small = exponential(x < 0.0f ? x : -x);
+    return (x < 0.0f ? small : all(1.0f)) / (1.0f + small);
+}
+
+// LANES x LANES words; rows `from` apart and `into` apart.
 static inline void transpose(Word *into, Long to_row, const Word *from, Long from_row) {
 #if defined __AVX512F__
     __m512i r[16], s[16];
@@ -138,6 +180,23 @@ static inline void transpose(Word *into, Long to_row, const Word *from, Long fro
         _mm512_storeu_si512(into + (i + 8) * to_row, _mm512_shuffle_i32x4(s[i], s[i + 8], 0xdd));
         _mm512_storeu_si512(into + (i + 4) * to_row, _mm512_shuffle_i32x4(s[i + 4], s[i + 12], 0x88));
         _mm512_storeu_si512(into + (i + 12) * to_row, _mm512_shuffle_i32x4(s[i + 4], s[i + 12], 0xdd));
+    }
+#elif defined __AVX2__
+    __m256 r[8], s[8];
+    for (int i = 0; i < 8; i++) r[i] = _mm256_loadu_ps((const float *)(from + i * from_row));
+    for (int i = 0; i < 8; i += 2) {
+        s[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+        s[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4) {
+        r[i] = _mm256_shuffle_ps(s[i], s[i + 2], 0x44);
+        r[i + 1] = _mm256_shuffle_ps(s[i], s[i + 2], 0xee);
+        r[i + 2] = _mm256_shuffle_ps(s[i + 1], s[i + 3], 0x44);
+        r[i + 3] = _mm256_shuffle_ps(s[i + 1], s[i + 3], 0xee);
+    }
+    for (int i = 0; i < 4; i++) {
+        _mm256_storeu_ps((float *)(into + i * to_row), _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
+        _mm256_storeu_ps((float *)(into + (i + 4) * to_row), _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
     }
 #else
     for (Long i = 0; i < LANES; i++)

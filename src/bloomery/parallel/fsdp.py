@@ -1,8 +1,5 @@
 """FSDP2: the ranks of a replica hold the rows of its weights, gradients and optimizer states in turn."""
 
-import ctypes
-import os
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,9 +23,6 @@ from bloomery.plan.types import TrainPlan
 
 # What a CPU gathers or reduces at once, up to this size, goes through one buffer of all layers.
 SHARED_BUFFER_BYTES = 2**24
-# Of mallopt(3). Larger tensors of a shard are memory mappings of their own.
-M_MMAP_THRESHOLD = -3
-MMAP_THRESHOLD_BYTES = 65536
 
 
 def apply_fsdp(
@@ -119,19 +113,6 @@ def reduce_between_replicas(model: nn.Module, *, in_next_backward: bool) -> None
     """
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(in_next_backward)
-
-
-def return_freed_memory() -> None:
-    """Make glibc return each freed tensor to the system from here on: it would keep what FSDP2 frees between layers.
-
-    Fresh memory costs a page fault every 4 KiB, a quarter of a step: a run without shards keeps the default. The
-    environment variable MALLOC_MMAP_THRESHOLD_ has the last word.
-    """
-    if sys.platform != "linux" or "MALLOC_MMAP_THRESHOLD_" in os.environ:
-        return
-    c_library = ctypes.CDLL(None)
-    if hasattr(c_library, "mallopt"):  # musl has none
-        c_library.mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
 
 
 def _replace_collectives(

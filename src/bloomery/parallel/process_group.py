@@ -9,6 +9,7 @@ from typing import Any, final
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from bloomery.core.allocator import return_freed_memory
 from bloomery.core.device import (
     collective_backends,
     device_backend,
@@ -18,7 +19,6 @@ from bloomery.core.device import (
 )
 from bloomery.core.errors import UserError
 from bloomery.parallel.environment import RankEnvironment, node_name, rank_environment
-from bloomery.parallel.fsdp import return_freed_memory
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh, PipelineGroups
 from bloomery.parallel.pipeline import BACKWARD, FORWARD
 from bloomery.plan.types import LAZY_CONNECTIONS, TrainPlan

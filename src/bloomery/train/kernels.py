@@ -15,7 +15,7 @@ from bloomery.core.device import properties_of
 from bloomery.core.errors import UserError
 from bloomery.facts.counting import layers
 from bloomery.infer.forward import matmul_dtype
-from bloomery.model import compiled_scores
+from bloomery.model import compiled_pointwise, compiled_scores
 from bloomery.model.attention import compiled
 from bloomery.model.attention.tile_times import FILE, Gpu, Workload, fastest_tiles
 from bloomery.model.attention.tiles import KERNELS, TileShape, tile_candidates, use_tile
@@ -43,6 +43,7 @@ def build_kernels(model: ModelPlan) -> float:
             compiled_scores.build()
         if model.attention == "compiled":
             compiled.build()
+            compiled_pointwise.build()
             if {layer.mixer for layer in layers(model.config)} != {"attention"}:
                 compiled_mixers.build()
     except Uncompiled as error:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from bloomery.core.allocator import keep_freed_memory
 from bloomery.core.device import cap_memory, is_accelerator, memory_stats
 from bloomery.core.units import GIB, MIB
 from bloomery.hardware.machine import read_machine
@@ -20,8 +21,10 @@ LIBRARIES = 120 * MIB
 
 
 def set_up_process(train: TrainPlan, *, memory_limit: float) -> None:
-    """Set threads and determinism, which affect rounding, and the limit of GPU memory."""
+    """Set threads and determinism, which affect rounding, what becomes of freed memory, and the limit of a GPU's."""
     torch.set_num_threads(train.threads)
+    if train.device == "cpu" and train.ranks == 1:
+        keep_freed_memory()
     torch.use_deterministic_algorithms(train.deterministic)
     # Debug fill of fresh memory with NaN costs one pass over every tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # not annotated

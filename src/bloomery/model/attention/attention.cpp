@@ -18,8 +18,10 @@
 #include <unistd.h>
 #endif
 
-constexpr Long TILE = LANES * LANES;  // a tile is 16 words deep and 16 columns wide: 1 KiB
-constexpr Long STEP = 32;                         // rows and columns of a product that share registers
+constexpr Long TILE = LANES * LANES;     // a tile is LANES words deep and LANES columns wide
+constexpr Long COLUMNS = 2 * LANES;      // of a product that share registers
+constexpr Long ROWS = REGISTERS / 4;     // with so many rows: half of the registers hold sums
+constexpr Long STEP = 32;                // rows and columns of matrices are multiples of it
 constexpr Long QUERIES = 64, KEYS = 256;          // of a block in backward
 constexpr Long FORWARD_QUERIES = 32;
 
@@ -64,7 +66,7 @@ template <> inline Floats multiplied<Half>(Floats sum, Word a, Words b) {
 // The tiles of a matrix: element (depth, column) in words lies in tile (depth / 16, column / 16).
 struct Tiles { const Word *first; Long deeper, across; };  // words from a tile to the next one
 
-template <class T, Long ROWS>
+template <class T>
 static inline void product_rows(float *C, Long ldc, const Word *A, Long lda, const Word *left, const Word *right, Long deeper,
                                 Long depth, bool add) {
     Floats sums[ROWS][2];
@@ -141,10 +143,10 @@ struct TileUnit {
 };
 #endif
 
-// C [rows, columns] (+)= A [rows, depth] B [depth, columns]; rows and columns are multiples of 32, the depth of 16 words.
+// C [rows, columns] (+)= A [rows, depth] B [depth, columns]; rows and columns are multiples of 32, the depth of LANES words.
 template <class T>
 static void product(float *C, Long ldc, const Word *A, Long lda, Tiles B, Long rows, Long columns, Long depth, bool add) {
-    for (Long n = 0; n < columns; n += STEP) {
+    for (Long n = 0; n < columns; n += COLUMNS) {
         const Word *left = B.first + n / LANES * B.across, *right = left + B.across;
         for (Long m = 0; m < rows; m += STEP) {
             float *into = C + m * ldc + n;
@@ -155,8 +157,8 @@ static void product(float *C, Long ldc, const Word *A, Long lda, Tiles B, Long r
                 continue;
             }
 #endif
-            for (Long i = 0; i < STEP; i += 8)
-                product_rows<T, 8>(into + i * ldc, ldc, from + i * lda, lda, left, right, B.deeper, depth, add);
+            for (Long i = 0; i < STEP; i += ROWS)
+                product_rows<T>(into + i * ldc, ldc, from + i * lda, lda, left, right, B.deeper, depth, add);
         }
     }
 }
@@ -188,7 +190,7 @@ static void copy_rows(Word *into, Input x, Long head, Long from, Long count, Lon
         Long filled = i < count ? width * Long(sizeof(T)) : 0;
         const char *given = (const char *)(source + (from + i) * x.token);
         Long whole = filled / 64 * 64;  // calls of memcpy cost as much as so small a copy
-        for (Long at = 0; at < whole; at += 64) store(row + at, words(given + at));
+        for (Long at = 0; at < whole; at += sizeof(Words)) store(row + at, words(given + at));
         if (filled > whole) memcpy(row + whole, given + whole, filled - whole);
         if (bytes > filled) memset(row + filled, 0, bytes - filled);
     }
@@ -263,8 +265,6 @@ static Long longest_document(const Call &call) {
 }
 
 // ---- forward --------------------------------------------------------------------------------------------------------
-
-static const Ints ORDER = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 // The keys 0 to `last` of a row become e^(scale (score - largest)), those behind up to `end` 0.
 static inline void softmax_row(float *row, Long last, Long end, float scale, float *sum, float *log_sum) {

@@ -10,22 +10,6 @@
 #include <memory>
 #include <vector>
 
-// Up to 16 numbers of a row; zeros behind them.
-template <class T> static inline Floats some(const T *from, Long count) {
-    if (count >= LANES) return widened(from);
-    Floats x = {};
-    for (Long i = 0; i < count; i++) x[i] = widened_one(from + i);
-    return x;
-}
-template <class T> static inline void put_some(T *into, Floats x, Long count) {
-    if (count >= LANES) return put_lanes(into, x);
-    for (Long i = 0; i < count; i++) put(into + i, x[i]);
-}
-static inline Floats sigmoid(Floats x) {
-    Floats small = exponential(x < 0.0f ? x : -x);
-    return (x < 0.0f ? small : all(1.0f)) / (1.0f + small);
-}
-
 // ---- convolution ----------------------------------------------------------------------------------------------------
 
 constexpr Long TOKENS = 64, TAPS = 16;  // of a task; at most
@@ -157,7 +141,7 @@ template <class T> static void convolve(const Convolution &call, int threads, bo
 
 // ---- products -------------------------------------------------------------------------------------------------------
 
-constexpr Long ROWS = 8;  // of a product that share registers
+constexpr Long ROWS = REGISTERS / 4;  // of a product that share registers: half of them hold sums
 enum Into { SET, ADD, SUBTRACT };
 enum Shape { FULL, LOWER, UPPER };  // of the left matrix: which of its numbers are not zero
 struct Left { const float *first; Long row, deeper; };  // numbers from a row to the next one, and along the sum
@@ -187,7 +171,7 @@ static inline void product_rows(float *C, Long width, Left A, const float *B, Lo
         for (Long j = 0; j < VECTORS; j++) store(C + i * width + j * LANES, into == SUBTRACT ? -sums[i][j] : sums[i][j]);
 }
 
-// C [rows, columns] = A [rows, depth] B [depth, columns], added or subtracted; rows and columns are multiples of 16.
+// C [rows, columns] = A [rows, depth] B [depth, columns], added or subtracted; rows and columns are multiples of LANES.
 // `half`: only the numbers on and below the diagonal are needed.
 static void product(float *C, Long width, Left A, const float *B, Long right, Long rows, Long columns, Long depth, Into into,
                     Shape shape = FULL, bool half = false) {
@@ -348,16 +332,15 @@ static void read_head(const Rule &call, Long head, const Shared &chunk, Head &ow
     own.kept = own.into[rows - 1];
     const float *values = call.qkv + chunk.from * call.channels() + 2 * call.keys() + head * call.value_width;
     read_rows(own.v, values, call.channels(), chunk.tokens, rows, call.value_width);
-    const Ints order = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     for (Long i = 0; i < rows; i++)
         for (Long j = 0; j < rows; j += LANES) {
             Long at = i * CHUNK + j;
             int before = int(i - j);  // a token sees itself and those before it
             Floats left = j > i ? Floats{} : exponential(own.decayed[i] - loaded(own.decayed + j));
-            left = order <= before ? left : Floats{};
+            left = ORDER <= before ? left : Floats{};
             store(own.left + at, left);
             if (j > i) { store(own.system + at, left); store(own.scores + at, left); continue; }
-            Floats others = order < before ? left : Floats{};
+            Floats others = ORDER < before ? left : Floats{};
             store(own.system + at, others * loaded(chunk.keys_by_keys + at) * own.beta[i]);
             if (queries) store(own.scores + at, left * loaded(chunk.queries_by_keys + at));
         }
@@ -546,12 +529,11 @@ template <class T> static void backward_head(const Rule &call, Long document, Lo
                 for (Long j = 0; j < rows; j += LANES) {
                     Long at = i * CHUNK + j;
                     if (j > i) { store(dscores + at, Floats{}); store(dsystem + at, Floats{}); continue; }
-                    const Ints order = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
                     Floats left = loaded(own.left + at);
-                    Floats slope = order < int(i - j) ? -loaded(dsystem + at) * left : Floats{};
+                    Floats slope = ORDER < int(i - j) ? -loaded(dsystem + at) * left : Floats{};
                     strength += slope * loaded(chunk.keys_by_keys + at);
                     store(dsystem + at, slope * own.beta[i]);
-                    store(dscores + at, order <= int(i - j) ? loaded(dscores + at) * left : Floats{});
+                    store(dscores + at, ORDER <= int(i - j) ? loaded(dscores + at) * left : Floats{});
                 }
                 if (i < tokens) {
                     call.dbeta[(chunk.from + i) * heads + head] = total(strength);

@@ -301,7 +301,9 @@ def _dense_mlp_bytes(step: StepShape, layer: TrainedLayer, inner_width: int) -> 
     inner_tensors = 4 if facts.gated_mlp else 2
     if config.activation == "relu":  # it is differentiated from its result
         inner_tensors -= 1
-    if facts.gated_mlp and step.compiled:  # the activation is recomputed
+    # One pass of torch's compiler or of C++ computes the activation and the product; backward computes it again.
+    in_one_pass = step.compiled or (step.attention == "compiled" and config.activation == "silu")
+    if facts.gated_mlp and in_one_pass:
         inner_tensors = 3
     if not _keeps_input(step, layer, "down_proj") and config.activation != "relu":
         inner_tensors -= 1
