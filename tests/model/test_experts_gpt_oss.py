@@ -1,5 +1,6 @@
 """gpt-oss against transformers' eager experts: choices, logits, every gradient, files both ways, MXFP4."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,15 @@ from packed_documents import documents, gradients_of, packed
 from safetensors.torch import load_file, save_file
 from tiny_models import CASES, saved_reference, tokens
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from bloomery.model.configs import read_config
+from bloomery.model.io.quantized import QuantizedWeight
+from bloomery.model.io.safetensors import TensorReader
+from bloomery.model.io.stored import read_headers
 from bloomery.model.io.weights import load_decoder, model_state, write_model
+from bloomery.recipe.schema import Quantize
 
 TOKENS = tokens()
 ROWS = documents((23, 1, 30, 2, 5))
@@ -96,10 +104,6 @@ def test_files_both_ways_have_the_same_bits(tmp_path: Path) -> None:
 
 def mxfp4_folder(folder: Path) -> dict[str, torch.Tensor]:
     """The tiny model with experts in MXFP4, bfloat16 elsewhere; the experts' numbers as transformers reads them."""
-    import json
-
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
     saved_reference("gpt-oss", folder)
     stored = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(3)
@@ -154,3 +158,69 @@ def test_mxfp4_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
         assert tensor.dtype == torch.bfloat16
         assert torch.equal(tensor, expected[name]), name
     assert "quantization_config" not in (tmp_path / "ours" / "config.json").read_text()
+
+
+class Largest(TorchDispatchMode):
+    """The most bytes of a tensor that an operation has made; `present`: one that was there before."""
+
+    def __init__(self, present: torch.Tensor) -> None:
+        super().__init__()
+        self.present = present.data_ptr()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            storage = result.untyped_storage()
+            is_new = storage.data_ptr() != self.present
+            self.bytes = max(self.bytes, storage.nbytes() if is_new else 0)
+        return result
+
+
+@pytest.mark.usefixtures("wide")
+@pytest.mark.parametrize("is_packed", [True, False])
+@torch.no_grad()
+def test_a_reader_holds_one_matrix_of_one_expert(
+    is_packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix, settings = CASES["gpt-oss"]
+    experts = dict(num_local_experts=64, num_hidden_layers=1)
+    monkeypatch.setitem(CASES, "gpt-oss", (prefix, settings | experts))
+    if is_packed:
+        mxfp4_folder(tmp_path)
+    else:
+        saved_reference("gpt-oss", tmp_path)
+    headers = read_headers(tmp_path, read_config(tmp_path))
+    stack = torch.empty(64, 64, 64, dtype=torch.bfloat16)
+    with TensorReader() as reader, Largest(stack) as largest:
+        for number, part in enumerate(("gate_proj", "up_proj") * 64):
+            tensor = headers.by_name[f"model.layers.0.mlp.experts.{number // 2}.{part}.weight"]
+            rows = stack[number // 2, 32 * (number % 2) :][:32]
+            reader.fill(rows, tensor, first=0, transposed=False)
+    assert 0 < largest.bytes <= 4 * 64 * 64 < stack.nbytes / 16
+
+
+@pytest.mark.usefixtures("wide")
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@torch.no_grad()
+def test_mxfp4_is_quantized_straight_from_its_blocks(kind: str, tmp_path: Path) -> None:
+    expected = mxfp4_folder(tmp_path)
+    headers = read_headers(tmp_path, read_config(tmp_path))
+    assert any("MXFP4" in note for note in headers.notes)
+    layer = "model.layers.1.mlp.experts"
+    for module, columns in (("gate_proj", slice(0, None, 2)), ("down_proj", slice(None))):
+        stack = "down_proj" if module == "down_proj" else "gate_up_proj"
+        matrix = expected[f"{layer}.{stack}"][3, :, columns].t().contiguous()
+        ours, theirs = (QuantizedWeight(matrix.shape, Quantize(kind=kind)) for _ in range(2))
+        with TensorReader() as reader:
+            pieces = reader.pieces(
+                headers.by_name[f"{layer}.3.{module}.weight"],
+                0,
+                len(matrix),
+                device=torch.device("cpu"),
+                multiple=ours.rows_at_once,
+            )
+            ours.fill((piece for _, piece in pieces), name="x")
+        theirs.fill([matrix.float()], name="x")
+        assert torch.equal(ours.codes, theirs.codes)
+        assert torch.equal(ours.scales, theirs.scales)

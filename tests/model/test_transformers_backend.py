@@ -203,7 +203,7 @@ def test_models_that_cannot_be_trained_are_refused_with_the_reason(
         read_config(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen2_moe", "granitemoe"])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen2_moe"])
 @pytest.mark.parametrize("implementation", ["auto", "native", "transformers"])
 def test_a_mixture_of_experts_is_refused_as_one(
     kind: str, implementation: str, tmp_path: Path

@@ -100,6 +100,14 @@ CASES: dict[str, tuple[str, dict]] = {
         | dict(num_local_experts=4, head_dim=16, sliding_window=8, rope_parameters=OSS_ROPE)
         | dict(swiglu_limit=0.4, swiglu_alpha=1.3),
     ),
+    "granite-moe": (
+        "GraniteMoe",
+        MIXTURE | GRANITE | dict(num_local_experts=4, attention_bias=True),
+    ),
+    "granite4-moe": (
+        "GraniteMoeHybrid",
+        MIXTURE | GRANITE | GRANITE4 | dict(num_local_experts=4, position_embedding_type="rope"),
+    ),
     "gpt2": ("GPT2", GPT2),
     "gpt2-erf-wide": (
         "GPT2",

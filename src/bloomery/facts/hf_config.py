@@ -253,6 +253,9 @@ def fresh_config(
         raise UserError(
             f"a {name} model has no sliding window", where="model.sliding_window", fix=fix
         )
+    if experts and config.experts is None:
+        fix = "leave it out, or set model.family=qwen3_moe"
+        raise UserError(f"a new {name} model has no experts", where="model.experts", fix=fix)
     if experts and config.experts is not None:
         asked: dict[str, Any] = dict(experts)
         config = replace(config, experts=replace(config.experts, **asked))

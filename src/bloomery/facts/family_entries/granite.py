@@ -1,4 +1,4 @@
-"""IBM's dense Granite models: Llama with four multipliers, which Granite 4 stores under the names of its experts."""
+"""IBM's Granite models: Llama with four multipliers, dense or with experts, which Granite 4 stores alike."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -6,7 +6,15 @@ from typing import Any
 
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.config_fields import Fields, HfKeys, ModelFacts
-from bloomery.facts.family import BIASES, GATE_UP, LLAMA_KEYS, Family, StoredNames
+from bloomery.facts.family import (
+    BIASES,
+    GATE_UP,
+    LLAMA_KEYS,
+    Family,
+    StoredExperts,
+    StoredNames,
+)
+from bloomery.facts.family_rules_experts import expert_keys, experts_of
 from bloomery.facts.gguf_graphs import GgufGraph
 
 _DEFAULTS = MappingProxyType(
@@ -41,6 +49,19 @@ _GRAPH = GgufGraph(
         "logits_scaling": "logit_scale",
     },
 )
+_EXPERTS = MappingProxyType(
+    {"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001}
+)
+_STORED_EXPERTS = StoredExperts(
+    prefix="block_sparse_moe.experts",
+    stacks={
+        "gate_up_proj": "block_sparse_moe.input_linear.weight",
+        "down_proj": "block_sparse_moe.output_linear.weight",
+    },
+)
+_SHARED_GATE_UP = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
+_STORED_ROUTER = {"mlp.gate": "block_sparse_moe.router.layer"}
+_ROUTER_IN_MEMORY = {"block_sparse_moe.router.layer": "block_sparse_moe.router"}
 # What `layer_types` calls attention, in transformers and in the published files.
 _ATTENTION = ("full_attention", "attention")
 
@@ -66,10 +87,18 @@ def _write_granite(config: ModelConfig) -> HfKeys:
     }
 
 
-def _dense_granite4(fields: Fields, facts: ModelFacts) -> ModelFacts:
-    """Its MLP is what the models with experts call the shared one. Layers rotate if the file says so."""
-    if fields.number("num_local_experts"):
-        raise fields.lacks("num_local_experts", "0: a mixture of experts is not trained")
+def _mixture(fields: Fields, facts: ModelFacts) -> ModelFacts:
+    experts = experts_of(fields, width_key="intermediate_size", softmax_of_chosen=True)
+    return _multipliers(fields, facts) | {"experts": experts}
+
+
+def _write_mixture(config: ModelConfig) -> HfKeys:
+    keys = expert_keys(config, count_key="num_local_experts", width_key="intermediate_size")
+    return _write_granite(config) | keys
+
+
+def _granite4(fields: Fields, facts: ModelFacts) -> ModelFacts:
+    """The MLP of dense models is what those with experts call the shared one. Layers rotate if the file says so."""
     layers = facts["num_layers"]
     types = fields.entries("layer_types", layers) or fields.entries("layers_block_type", layers)
     if types is None or set(types) - set(_ATTENTION):
@@ -77,17 +106,31 @@ def _dense_granite4(fields: Fields, facts: ModelFacts) -> ModelFacts:
     embedding = fields.get("position_embedding_type")
     if embedding not in (None, "rope", "nope"):
         raise fields.lacks("position_embedding_type", "rope or null")
-    return _multipliers(fields, facts) | {
-        "rotary_layers": () if embedding == "rope" else (False,) * layers,
-    }
+    rotation = {"rotary_layers": () if embedding == "rope" else (False,) * layers}
+    if not fields.number("num_local_experts"):
+        return _multipliers(fields, facts) | rotation
+    experts = experts_of(
+        fields,
+        width_key="intermediate_size",
+        softmax_of_chosen=True,
+        shared_width=facts["intermediate_size"],
+    )
+    return _multipliers(fields, facts) | rotation | {"experts": experts}
 
 
 def _write_granite4(config: ModelConfig) -> HfKeys:
     """Of Mamba, which no layer has, transformers checks the sizes: one head as wide as the model."""
-    return _write_granite(config) | {
+    expert_sizes: HfKeys = {
         "intermediate_size": config.intermediate_size,
         "num_local_experts": 0,
         "num_experts_per_tok": 0,
+    }
+    if config.experts is not None:
+        expert_sizes = expert_keys(
+            config, count_key="num_local_experts", width_key="intermediate_size"
+        )
+    return _write_granite(config) | {
+        **expert_sizes,
         "layer_types": ["full_attention"] * config.num_layers,
         "position_embedding_type": None if config.rotary_layers else "rope",
         "mamba_n_heads": 1,
@@ -127,22 +170,44 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             defaults=_DEFAULTS,
             gguf=_GRAPH,
         ),
+        "granitemoe": Family(
+            "GraniteMoeForCausalLM",
+            "Granite 3 MoE",
+            flags=BIASES,
+            extra=_mixture,
+            write=_write_mixture,
+            fresh=_fresh_granite,
+            defaults={**_DEFAULTS, **_EXPERTS},
+            stored=StoredNames(
+                renamed=_STORED_ROUTER, experts=_STORED_EXPERTS, in_memory=_ROUTER_IN_MEMORY
+            ),
+        ),
         "granitemoehybrid": Family(
             "GraniteMoeHybridForCausalLM",
             "Granite 4",
             flags=BIASES,
             keys=LLAMA_KEYS | {"intermediate_size": "shared_intermediate_size"},
-            extra=_dense_granite4,
+            extra=_granite4,
             write=_write_granite4,
             fresh=_fresh_granite4,
             defaults={
                 **_DEFAULTS,
-                "num_local_experts": 8,
+                **_EXPERTS,
+                "intermediate_size": 11008,
                 "shared_intermediate_size": 1024,
             },
             stored=StoredNames(
-                renamed={"mlp.down_proj": "shared_mlp.output_linear"},
-                fused={GATE_UP: "shared_mlp.input_linear"},
+                renamed={
+                    "mlp.down_proj": "shared_mlp.output_linear",
+                    "mlp.shared_expert.down_proj": "shared_mlp.output_linear",
+                    **_STORED_ROUTER,
+                },
+                fused={
+                    GATE_UP: "shared_mlp.input_linear",
+                    _SHARED_GATE_UP: "shared_mlp.input_linear",
+                },
+                experts=_STORED_EXPERTS,
+                in_memory=_ROUTER_IN_MEMORY,
             ),
             gguf=_GRAPH,
         ),

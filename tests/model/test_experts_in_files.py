@@ -1,0 +1,191 @@
+"""Experts in files: each matrix by itself or stacks, in either orientation, in composites; and what contradicts."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from expert_models import choices_of, gradients_of_both, is_close, pair, parts
+from packed_documents import documents, packed
+from safetensors.torch import load_file, save_file
+from tiny_models import saved_reference, tokens
+from torch import Tensor
+from torch.testing import assert_close
+
+from bloomery.core.errors import UserError
+from bloomery.model.io.weights import load_decoder
+
+TOKENS = tokens()
+GRANITES = ("granite-moe", "granite4-moe")
+LAYER = "model.layers.0.mlp.experts"
+Tensors = dict[str, Tensor]
+
+
+@pytest.mark.parametrize("case", GRANITES)
+def test_a_granite_with_experts_is_transformers(case: str, tmp_path: Path) -> None:
+    theirs, ours = pair(case, tmp_path)
+    seen: list[tuple[Tensor, ...]] = []
+    for layer in theirs.model.layers:
+        router = layer.block_sparse_moe.router
+        router.register_forward_hook(lambda _, __, output: seen.append(output))
+    logits = theirs(TOKENS).logits
+    for choice, (_, weights, experts) in zip(choices_of(ours, TOKENS), seen, strict=True):
+        assert torch.equal(choice.experts_NK, experts)
+        assert_close(choice.weights_NK, weights, atol=1e-6, rtol=0)
+    assert is_close(ours(TOKENS).head, logits)
+    expected, gradients = gradients_of_both(theirs, ours, TOKENS)
+    assert expected.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert is_close(gradient, expected[name]), name
+
+
+@pytest.mark.parametrize("case", GRANITES)
+@torch.no_grad()
+def test_packed_documents_of_a_granite_are_each_alone(case: str, tmp_path: Path) -> None:
+    rows = documents((23, 1, 30, 2, 5))
+    decoder = pair(case, tmp_path)[1].double()
+    alone = torch.cat([decoder(row).head for row in rows], 1)
+    assert_close(packed(decoder, rows), alone, atol=1e-12, rtol=0)
+
+
+def rewrite(folder: Path, change: Callable[[Tensors], Tensors]) -> None:
+    file = folder / "model.safetensors"
+    tensors = {name: tensor.contiguous() for name, tensor in change(load_file(file)).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def stacked(tensors: Tensors, *, transposed: bool = False) -> Tensors:
+    """The experts of Qwen 3 as one tensor for each layer, as Qwen3-VL's files have them."""
+    layers = {name.split(".experts.")[0] for name in tensors if ".experts." in name}
+    result = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for layer in layers:
+
+        def module(name: str, layer: str = layer) -> Tensor:
+            count = len({key for key in tensors if key.startswith(f"{layer}.experts.")}) // 3
+            return torch.stack(
+                [tensors[f"{layer}.experts.{expert}.{name}.weight"] for expert in range(count)]
+            )
+
+        gate_up = torch.cat((module("gate_proj"), module("up_proj")), 1)
+        down = module("down_proj")
+        for name, stack in (("gate_up_proj", gate_up), ("down_proj", down)):
+            result[f"{layer}.experts.{name}"] = stack.transpose(1, 2) if transposed else stack
+    return result
+
+
+def composite(tensors: Tensors) -> Tensors:
+    return {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in tensors.items()
+    } | {"model.visual.patch_embed.weight": torch.zeros(2)}
+
+
+@pytest.mark.parametrize("form", ["stacks", "transposed", "composite", "bare"])
+def test_every_form_of_a_file_is_the_same_model(form: str, tmp_path: Path) -> None:
+    saved_reference("qwen3-moe", tmp_path)
+    expected = parts(load_decoder(tmp_path))
+    changes: dict[str, Callable[[Tensors], Tensors]] = {
+        "stacks": stacked,
+        "transposed": lambda tensors: stacked(tensors, transposed=True),
+        "composite": lambda tensors: composite(stacked(tensors, transposed=True)),
+        # as AutoModel saves it, without its head
+        "bare": lambda tensors: {
+            name.removeprefix("model."): tensor for name, tensor in stacked(tensors).items()
+        },
+    }
+    rewrite(tmp_path, changes[form])
+    actual = parts(load_decoder(tmp_path))
+    assert actual.keys() == expected.keys()
+    for name, tensor in actual.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_a_granite_in_the_names_of_memory_is_the_same_model(tmp_path: Path) -> None:
+    saved_reference("granite-moe", tmp_path)
+    expected = parts(load_decoder(tmp_path))
+    names = {
+        "input_linear.weight": "experts.gate_up_proj",
+        "output_linear.weight": "experts.down_proj",
+        "router.layer.weight": "router.weight",
+    }
+
+    def renamed(name: str) -> str:
+        for ending, in_memory in names.items():
+            if name.endswith(ending):
+                return name.removesuffix(ending) + in_memory
+        return name
+
+    rewrite(tmp_path, lambda tensors: {renamed(name): t for name, t in tensors.items()})
+    actual = parts(load_decoder(tmp_path))
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in actual.items())
+
+
+def without(name: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {key: tensor for key, tensor in tensors.items() if key != name}
+
+
+def extra(name: str, like: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: tensors | {name: tensors[like].clone()}
+
+
+UP = f"{LAYER}.7.up_proj.weight"
+FAULTS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
+    "both forms": (lambda tensors: stacked(tensors) | tensors, "gate_proj.weight is there twice"),
+    "one of both": (
+        lambda tensors: stacked(tensors) | {UP: tensors[UP]},
+        r"experts.7.up_proj.weight is there twice: .*gate_up_proj holds it, too",
+    ),
+    "missing": (without(UP), r"experts.7.up_proj.weight is missing"),
+    "one more": (
+        extra(f"{LAYER}.8.up_proj.weight", UP),
+        r"experts.8.up_proj.weight is of expert 8, and config.json has 8 experts",
+    ),
+    "other width": (
+        lambda tensors: tensors | {UP: tensors[UP][:-1]},
+        r"up_proj.weight is \[15, 48\]; config.json makes it \[16, 48\]",
+    ),
+    "fewer in a stack": (
+        lambda tensors: {
+            name: tensor[:6] if name.endswith("experts.gate_up_proj") else tensor
+            for name, tensor in stacked(tensors).items()
+        },
+        r"gate_up_proj is \[6, 32, 48\]; config.json makes it \[8, 32, 48\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_files_that_contradict_are_refused_in_one_sentence(fault: str, tmp_path: Path) -> None:
+    saved_reference("qwen3-moe", tmp_path)
+    change, problem = FAULTS[fault]
+    rewrite(tmp_path, change)
+    with pytest.raises(UserError, match=problem) as refused:
+        load_decoder(tmp_path)
+    assert "\n" not in refused.value.problem and refused.value.fix
+
+
+@pytest.mark.parametrize(("count", "problem"), [(4, "expert 4, and config.json has 4"), (9, "8")])
+def test_a_config_with_another_number_of_experts_is_refused(
+    count: int, problem: str, tmp_path: Path
+) -> None:
+    saved_reference("qwen3-moe", tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    keys = [key for key in ("num_experts", "num_local_experts") if key in config]
+    path.write_text(json.dumps(config | dict.fromkeys(keys, count)))
+    with pytest.raises(UserError, match=problem):
+        load_decoder(tmp_path)
+
+
+def test_a_stack_of_gpt_oss_with_another_width_is_refused(tmp_path: Path) -> None:
+    saved_reference("gpt-oss", tmp_path)
+    rewrite(
+        tmp_path,
+        lambda tensors: {
+            name: tensor[:, :, :40] if name.endswith("gate_up_proj") else tensor
+            for name, tensor in tensors.items()
+        },
+    )
+    with pytest.raises(UserError, match=r"gate_up_proj is \[4, 48, 40\]; config.json makes it"):
+        load_decoder(tmp_path)
