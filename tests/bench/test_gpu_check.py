@@ -339,6 +339,30 @@ def test_attention_that_fails_or_changes_its_bits_is_named(monkeypatch):
     assert "math failed" in row.message and "bits differ on repeat: blockwise" in row.message
 
 
+def test_attention_that_computes_something_else_than_the_others_is_named(monkeypatch):
+    attend = kernels.attend
+
+    def faulty(*inputs, backend, **options):
+        out = attend(*inputs, backend=backend, **options)
+        return 1.1 * out if backend == "blockwise" else out
+
+    monkeypatch.setattr(kernels, "attend", faulty)
+    for dtype in (torch.float32, torch.bfloat16):
+        row = timed(["mask", "blockwise", "math"], dtype=dtype)
+        assert row.outcome == "wrong" and "blockwise computes what no other" in row.message
+        assert "math computes" not in row.message
+
+
+def test_of_two_backends_that_differ_both_are_named():
+    one, other = torch.ones(4, 4), torch.full((4, 4), 1.5)
+    assert kernels.differing_backends({"a": [one], "b": [other]}, 0.1) == ["a", "b"]
+    assert kernels.differing_backends({"a": [one], "b": [other], "c": [one]}, 0.1) == ["b"]
+    assert kernels.differing_backends({"a": [one]}, 0.1) == []
+    assert kernels.differing_backends({"a": [one], "b": [one * torch.nan], "c": [one]}, 9.0) == [
+        "b"
+    ]
+
+
 def test_every_candidate_tile_is_timed(monkeypatch):
     monkeypatch.setattr(kernels, "arch_of", lambda _device: "gfx1030")
 

@@ -25,7 +25,10 @@ from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Lora, Quantize
 from bloomery.train.optim import adamw, muon
 from bloomery.train.optim.common import decay_groups
+from device_for_tests import DEVICE
 
+# What sentences call the device: tests of this folder also run on a simulated GPU.
+DEVICE_NAME = "CPU" if DEVICE == "cpu" else "GPU"
 # The matrix of queries is the only square one, but for the one after attention.
 CONFIG = {
     "vocab_size": 300,
@@ -332,7 +335,8 @@ def other_bits(sides: Sides) -> None:
 
     def faulty(right, *inputs):
         out = right(*inputs)
-        return out * (1 + 2e-7 * torch.rand(out.shape, generator=generator).round())
+        weather = torch.rand(out.shape, generator=generator).round().to(out.device)
+        return out * (1 + 2e-7 * weather)
 
     sides.attention(faulty)
 

@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 from faulty_devices import (
+    DEVICE_NAME,
     FAULTS,
     HYBRID,
     crash,
@@ -77,7 +78,7 @@ def test_the_precision_that_is_right_is_the_way_out(sides):
     """The sentence of the specification: wrong gradients in one matrix, in bfloat16 alone."""
     transposed_gradient(sides, dtypes=(torch.bfloat16,))
     verdict = judge(plan_of(train={"precision": "bfloat16"}), None)
-    assert verdict.problem == "this CPU computes wrong gradients in q_proj with bfloat16"
+    assert verdict.problem == f"this {DEVICE_NAME} computes wrong gradients in q_proj with bfloat16"
     assert verdict.fix.startswith("set train.precision=float16,")
     assert not verdict.in_attention
     # What failed is kept to be read, and never believed.
@@ -91,7 +92,7 @@ def test_the_precision_that_is_right_is_the_way_out(sides):
 def test_wrong_attention_names_the_backend_that_is_right(sides):
     FAULTS["swapped heads"][0](sides)
     verdict = judge(plan_of(), None)
-    assert verdict.problem == "this CPU computes wrong results in attention with float32"
+    assert verdict.problem == f"this {DEVICE_NAME} computes wrong results in attention with float32"
     assert verdict.fix.startswith("set train.attention=blockwise,")
     assert verdict.in_attention
 
@@ -121,7 +122,7 @@ def test_after_an_error_of_the_device_nothing_else_is_tried(sides):
 
     sides.attention(faulty)
     verdict = judge(plan_of(), None)
-    assert verdict.problem == "this CPU fails in attention with float32"
+    assert verdict.problem == f"this {DEVICE_NAME} fails in attention with float32"
     assert "doctor --probe" in verdict.fix and "set train" not in verdict.fix
 
 

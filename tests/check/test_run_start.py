@@ -162,6 +162,7 @@ def test_a_flow_without_the_check_says_so_to_its_child(monkeypatch):
     assert arguments == ["--resumed", "--no-check"]
 
 
+@pytest.mark.cpu_only("a GPU is compared with it")
 def test_a_cpu_is_not_compared_with_itself(tmp_path):
     events = []
     check_step_of_ranks(plan_of(), tmp_path, events.append)

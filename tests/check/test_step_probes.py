@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from faulty_devices import (
+    DEVICE_NAME,
     FAULTS,
     plan_of,
 )
@@ -23,7 +24,7 @@ def test_a_probe_names_the_part_and_the_way_out(sides):
     result = step_probes.examined(plan_of())
     assert result["outcome"] == "wrong"
     assert result["message"] == (
-        "this CPU computes wrong results in attention with float32: use blockwise attention"
+        f"this {DEVICE_NAME} computes wrong results in attention with float32: use blockwise attention"
     )
     assert result["facts"]["fix"] == "train.attention=blockwise"
     assert Probe.model_validate(result | {"name": "step-float32"}).outcome == "wrong"

@@ -18,6 +18,7 @@ SAMPLE = (f"{RESUMED}[float32-adamw]",)
 STAGES = ("1f1b", "interleaved", "tied")
 # What `run.py more` adds, for `make soak`.
 MORE = (
+    "check",
     "infer/test_batched_completions.py",
     "train/test_checkpoint.py",
     "train/test_fine_tuning_options.py",
@@ -25,6 +26,7 @@ MORE = (
     "train/test_rollouts.py",
     "train/test_ppo_runs.py",
     "train/test_preference_runs.py",
+    "train/test_profiler.py",
     "train/test_quantized_runs.py",
     "train/test_reward_models.py",
     *(f"train/test_pipeline.py::test_a_pipeline_trains_as_one_rank[{case}]" for case in STAGES),

@@ -23,6 +23,7 @@ constexpr size_t kRound = 512;
 constexpr size_t kPage = 4096;
 constexpr size_t kMostPoison = 256ull << 20;  // a larger block would take the host's memory for nothing
 constexpr size_t kGiveBack = 16ull << 20;     // smaller ones are freed and taken all the time: fresh pages cost more
+constexpr size_t kKept = 128ull << 20;        // of larger ones so much stays with the process, for the next
 constexpr int kFresh = -1;                    // the pool of addresses that no stream has
 
 struct Block {
@@ -50,12 +51,34 @@ struct Arena {
   std::map<int, std::set<std::pair<size_t, size_t>>> pools;  // the same ranges: pool -> (size, offset)
   std::map<size_t, std::pair<size_t, Uses>> former;          // offset -> size and uses of freed blocks
   std::list<Leaving> leaving;
+  std::map<size_t, size_t> kept;  // offset -> size of large freed blocks whose pages the host did not get back
+  size_t kept_bytes = 0;
   size_t allocated = 0, peak = 0, reserved = 0, reserved_peak = 0, count = 0, total_count = 0, ooms = 0, retries = 0;
 
   bool has_named(const void* p) const { return named && p >= named && p < named + kAddresses; }
   bool has_seen(const void* p) const { return seen && p >= seen && p < seen + kAddresses; }
   size_t limit() const { return static_cast<size_t>(static_cast<double>(capacity) * fraction); }
 
+  // The host's pages of a freed block: whole ones alone, the others hold bytes of neighbors.
+  void give_pages_back(size_t offset, size_t size) const {
+    size_t first = (offset + kPage - 1) / kPage * kPage, last = (offset + size) / kPage * kPage;
+    if (first < last) madvise(seen + first, last - first, MADV_DONTNEED);
+  }
+  void keep_or_give_back(size_t offset, size_t size) {
+    if (size < kGiveBack) return;
+    if (kept_bytes + size > kKept) return give_pages_back(offset, size);
+    kept[offset] = size;
+    kept_bytes += size;
+  }
+  // Kept blocks of which these bytes are used again are kept no more.
+  void use_again(size_t offset, size_t size) {
+    auto block = kept.lower_bound(offset);
+    if (block != kept.begin() && std::prev(block)->first + std::prev(block)->second > offset) --block;
+    while (block != kept.end() && block->first < offset + size) {
+      kept_bytes -= block->second;
+      block = kept.erase(block);
+    }
+  }
   void add_free(size_t offset, size_t size, int pool) {
     auto next = free_ranges.lower_bound(offset);
     if (next != free_ranges.end() && next->first == offset + size && next->second.pool == pool) {
@@ -112,6 +135,9 @@ struct Arena {
       add_free(offset, size, kFresh);
     }
     reserved = allocated;
+    for (auto& [offset, size] : kept) give_pages_back(offset, size);
+    kept.clear();
+    kept_bytes = 0;
     former.clear();  // the host has waited for whoever used it
   }
 };
@@ -205,9 +231,7 @@ inline void release(void* p) {
   size_t size = block.size;
   a.allocated -= size;
   a.count--;
-  // Whole pages alone: the others hold bytes of neighbors.
-  size_t first = (offset + kPage - 1) / kPage * kPage, last = (offset + size) / kPage * kPage;
-  if (size >= kGiveBack && first < last && !is_forked) madvise(a.seen + first, last - first, MADV_DONTNEED);
+  if (!is_forked) a.keep_or_give_back(offset, size);
   Leaving leaving{offset, size, block.pool, {}};
   for (int stream : block.recorded) leaving.until.push_back({stream, stream_clock[stream][stream]});
   block.uses.forget(host_clock);
@@ -256,6 +280,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
       old = a.former.lower_bound(std::max(begin + 1, std::min(end, offset + size)));
     }
     a.used[offset] = std::move(block);
+    a.use_again(offset, size);
     std::memset(a.seen + offset, kPoison, std::min(size, kMostPoison));
     a.allocated += size;
     a.count++;

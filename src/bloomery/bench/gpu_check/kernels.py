@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -14,7 +14,9 @@ from bloomery.bench.gpu_check.child import PartJob, rows_of
 from bloomery.bench.gpu_check.probing import probe_rows
 from bloomery.bench.gpu_check.results import Row
 from bloomery.bench.gpu_check.small_runs import SmallRuns, machine_of
+from bloomery.check.attention import ROUNDINGS_OF_ATTENTION
 from bloomery.check.attention_probes import attention_probe_specs
+from bloomery.check.rounding import TF32, bound_in, device_roundoff, tile_error
 from bloomery.core.device import can, synchronize
 from bloomery.facts.attention import BACKENDS, missing_feature
 from bloomery.hardware.profile import build_profile
@@ -132,19 +134,23 @@ def _timed_row(
         out = forward(name)
         return (out, *torch.autograd.grad(out, (q, k, v), upstream))
 
-    # The first call compiles; the second must have its bits.
+    # The first call compiles; the second must have its bits, and those of other backends nearly.
     problems: dict[str, str] = {}
+    results: dict[str, tuple[Tensor, ...]] = {}
     same_bits: dict[str, bool] = {}
     for name in able_backends(device, packed=packed, dtype=dtype):
         if name not in names:
             continue
         try:
-            first = both(name)
-            same_bits[name] = all(map(torch.equal, first, both(name)))
+            results[name] = both(name)
+            same_bits[name] = all(map(torch.equal, results[name], both(name)))
         except Exception as error:  # a refusal of a compiler is a result: the others go on
             if isinstance(error, torch.AcceleratorError) and not out_of_memory(error):
                 raise
             problems[name] = f"{type(error).__name__}: {str(error)[:200]}"
+
+    alone = differing_backends(results, _bound(dtype, device, length))
+    results.clear()
 
     forward_seconds: dict[str, list[float]] = {name: [] for name in same_bits}
     both_seconds: dict[str, list[float]] = {name: [] for name in same_bits}
@@ -161,13 +167,14 @@ def _timed_row(
     message = "; ".join(
         [
             *(f"{name} {value:.2f} ms" for name, value in ordered.items()),
+            *(f"{name} computes what no other backend does" for name in alone),
             *(f"{name} failed" for name in problems),
             *([f"bits differ on repeat: {', '.join(unequal)}"] if unequal else []),
         ]
     )
     return Row(
         case=case,
-        outcome="failed" if problems else "ok",
+        outcome="wrong" if alone else "failed" if problems else "ok",
         message=message,
         numbers={
             "forward_and_backward_ms": ordered,
@@ -179,6 +186,28 @@ def _timed_row(
             "problems": problems,
         },
     )
+
+
+def differing_backends(results: Mapping[str, Sequence[Tensor]], bound: float) -> list[str]:
+    """The backends whose output and gradients are those of no other one. Of two that differ, both."""
+
+    def agree(name: str, other: str) -> bool:
+        pairs = zip(results[name], results[other], strict=True)
+        return all(tile_error(tensor, expected) <= bound for tensor, expected in pairs)
+
+    return [
+        name
+        for name in results
+        if len(results) > 1 and not any(agree(name, other) for other in results if other != name)
+    ]
+
+
+def _bound(dtype: torch.dtype, device: str, length: int) -> float:
+    """By how much two right backends may differ: each of them from the exact numbers by its rounding."""
+    place = torch.device(device)
+    roundoff = device_roundoff(dtype, place, arch=arch_of(place), in_attention=True)
+    roundings = ROUNDINGS_OF_ATTENTION
+    return 2 * bound_in(dtype, max(roundoff, TF32), roundings=roundings, terms=length)
 
 
 def able_backends(

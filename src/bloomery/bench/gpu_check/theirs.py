@@ -4,6 +4,7 @@ The same shapes, rows and micro-batches, random weights. None of these packages 
 where they are installed, and typed as Any.
 """
 
+import math
 import os
 import statistics
 import tempfile
@@ -39,6 +40,9 @@ NEEDED = {
 }
 CALM_STEPS = 2
 MEASURED_STEPS = 3
+# Random weights know nothing of random tokens: their loss is the logarithm of the vocabulary. So far from it, relative,
+# steps compute something else, and how fast they do it says nothing.
+LOSS_TOLERANCE = 0.1
 
 
 def qlora(job: PartJob) -> Iterator[Row]:
@@ -66,7 +70,7 @@ def _their_row(method: str, job: PartJob) -> Row:
     release_cached_memory()
     reset_peak_memory(plan.train.device)
     job.begin(f"{method}: training")
-    step_seconds = _step_seconds(model, plan, method)
+    step_seconds, loss = _trained(model, plan, method)
     measured = step_seconds[CALM_STEPS:] or step_seconds
     reserved = memory_stats(plan.train.device).get("reserved_bytes.all.peak")
     numbers = {
@@ -75,8 +79,13 @@ def _their_row(method: str, job: PartJob) -> Row:
         "held_gib": None if reserved is None else reserved / GIB,
         "micro_batch_size": plan.train.micro_batch_size,
         "accumulation": plan.train.accumulation,
+        "loss": loss if math.isfinite(loss) else None,
     }
     numbers = {name: value for name, value in numbers.items() if value is not None}
+    expected_loss = math.log(plan.model.config.vocab_size)
+    if not abs(loss - expected_loss) <= LOSS_TOLERANCE * expected_loss:
+        message = f"a loss of {loss:.4f}; of random weights it is {expected_loss:.4f}"
+        return Row(case=method, outcome="wrong", message=message, numbers=numbers)
     return Row(case=method, message=_settings(method), numbers=numbers)
 
 
@@ -143,8 +152,8 @@ def _quantize(model: Any) -> None:
     model.is_loaded_in_4bit = True
 
 
-def _step_seconds(model: Any, plan: RunPlan, method: str) -> list[float]:
-    """Seconds of each optimizer step, between the trainer's own hooks."""
+def _trained(model: Any, plan: RunPlan, method: str) -> tuple[list[float], float]:
+    """Seconds of each optimizer step, between the trainer's own hooks, and the loss of all."""
     transformers: Any = import_module("transformers")
     times: list[float] = []
 
@@ -198,8 +207,8 @@ def _step_seconds(model: Any, plan: RunPlan, method: str) -> list[float]:
                 args=_on_one_card(transformers.TrainingArguments(**arguments)), **given
             )
         trainer.data_collator = _collate
-        trainer.train()
-    return times
+        loss = float(trainer.train().training_loss)
+    return times, loss
 
 
 def _on_one_card(arguments: Any) -> Any:
