@@ -25,6 +25,11 @@ FAMILIES = (
     "hunyuan",
     "nemotron",
     "stablelm-parallel",
+    "deepseek-v3",
+    "deepseek-v2",
+    "glm4-moe-lite",
+    "glm4-moe",
+    "dots1",
 )
 ROWS = documents((23, 1, 30, 2, 5))
 
@@ -46,6 +51,7 @@ def test_packed_documents_are_each_alone_to_the_last_digits_of_float64(
 @pytest.mark.parametrize("case", FAMILIES)
 def test_every_gradient_is_that_of_transformers_on_each_document(case: str, tmp_path: Path) -> None:
     their_model = saved_reference(case, tmp_path).double()
+    their_model.config._experts_implementation = "eager"  # the others take no float64
     decoder = load_decoder(tmp_path, attention="mask").double()
     expected = torch.cat([their_model(row).logits for row in ROWS], 1)
     logits = packed(decoder, ROWS)
@@ -59,10 +65,13 @@ def test_every_gradient_is_that_of_transformers_on_each_document(case: str, tmp_
         name: place.name.replace("self_attn.gate_proj", "self_attn.g_proj")
         for name, place in stored_names.items()
     }
-    assert {in_memory[name] for name in gradients} == set(their_gradients)
+    # Stacks of experts are in memory what they are here.
+    their_names = {name: in_memory.get(name, name) for name in gradients}
+    assert set(their_names.values()) == set(their_gradients)
     for name, gradient in gradients.items():
-        place = stored_names[name]
-        theirs = their_gradients[in_memory[name]][place.first : place.first + place.rows]
+        theirs = their_gradients[their_names[name]]
+        if (place := stored_names.get(name)) is not None:
+            theirs = theirs[place.first : place.first + place.rows]
         assert float((gradient - theirs).norm() / theirs.norm()) < 1e-4, name
 
 

@@ -84,6 +84,16 @@ GEMMA4 = SMALL | dict(
     layer_types=["sliding_attention", "full_attention"] * 3,
 )
 # name -> (prefix of transformers' classes, settings of its config)
+LATENT = SMALL | dict(
+    num_key_value_heads=4,
+    moe_intermediate_size=16,
+    num_experts_per_tok=3,
+    q_lora_rank=24,
+    kv_lora_rank=16,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=12,
+    v_head_dim=16,
+)
 MIXTURE = SMALL | dict(intermediate_size=24, num_experts_per_tok=2)
 CASES: dict[str, tuple[str, dict]] = {
     "qwen3-moe": (
@@ -91,6 +101,34 @@ CASES: dict[str, tuple[str, dict]] = {
         MIXTURE
         | dict(num_experts=8, moe_intermediate_size=16, norm_topk_prob=True, head_dim=16)
         | dict(mlp_only_layers=[1], intermediate_size=80),
+    ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        LATENT
+        | dict(n_routed_experts=8, n_group=4, topk_group=2, first_k_dense_replace=1)
+        | dict(rope_parameters=YARN_MSCALE, n_shared_experts=2, routed_scaling_factor=1.5),
+    ),
+    "deepseek-v2": (
+        "DeepseekV2",
+        LATENT
+        | dict(n_routed_experts=8, n_group=4, topk_group=2, topk_method="group_limited_greedy")
+        | dict(q_lora_rank=None, first_k_dense_replace=2, attention_bias=True),
+    ),
+    "glm4-moe-lite": (
+        "Glm4MoeLite",
+        LATENT | dict(n_routed_experts=4, v_head_dim=28, rope_interleave=False),
+    ),
+    "glm4-moe": (
+        "Glm4Moe",
+        MIXTURE
+        | dict(moe_intermediate_size=16, n_routed_experts=4, head_dim=16, use_qk_norm=True)
+        | dict(attention_bias=True, norm_topk_prob=False),
+    ),
+    "dots1": (
+        "Dots1",
+        MIXTURE
+        | dict(moe_intermediate_size=16, n_routed_experts=6, n_shared_experts=1, head_dim=16)
+        | dict(sliding_window=7, max_window_layers=2, first_k_dense_replace=1),
     ),
     "mixtral": ("Mixtral", MIXTURE | dict(num_local_experts=4)),
     "olmoe": ("Olmoe", MIXTURE | dict(num_experts=8, num_experts_per_tok=3)),

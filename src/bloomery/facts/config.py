@@ -21,7 +21,8 @@ Mixer = Literal["attention", "delta_net", "short_convolution"]  # mixes the toke
 class RopeScaling:
     """How rotary frequencies are stretched. Formulas and defaults are those of transformers' `modeling_rope_utils`.
 
-    `turning_share`: of the frequencies of a head, the part that is not 0 (`proportional`, Gemma 4).
+    `turning_share`: of the frequencies of a head, the part that is not 0 (`proportional`, Gemma 4). `mscale_all_dim`:
+    of yarn, what DeepSeek scales the scores of latent attention by (`ModelConfig.attention_scale`).
     """
 
     kind: RopeKind
@@ -36,6 +37,7 @@ class RopeScaling:
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     turning_share: float = 1.0
+    mscale_all_dim: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +162,26 @@ class ShortConvolution:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Sizes of multi-head latent attention (arXiv:2405.04434): keys and values are made of a vector of `rank` numbers.
+
+    A query or key has `plain_width` numbers and `rotary_width` that rotate, of a key the same for all heads; a value
+    has `value_width`. `query_rank`: of queries that are made of a vector, too.
+    """
+
+    query_rank: int | None
+    rank: int
+    plain_width: int
+    rotary_width: int
+    value_width: int
+
+    @property
+    def head_dim(self) -> int:
+        """Of heads as attention computes them, the narrower ones filled up."""
+        return max(self.plain_width + self.rotary_width, self.value_width)
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerSizes:
     """The sizes of one layer, in a model whose layers differ in them. The fields mean what a ModelConfig's do."""
 
@@ -217,6 +239,8 @@ class ModelConfig:
     rotary_layers: tuple[bool, ...] = ()  # layers that rotate at all; empty: every one
     sliding_window: tuple[int | None, ...] = ()  # per layer; empty: none
     mixers: tuple[Mixer, ...] = ()  # per layer; empty: attention in every one
+    # of all layers with attention; head_dim is then its own, and every head has keys
+    latent_attention: LatentAttention | None = None
     delta_net: DeltaNet | None = None  # of the layers that have one
     short_convolution: ShortConvolution | None = None
     layer_sizes: tuple[LayerSizes, ...] = ()  # per layer; empty: the sizes above hold for every one

@@ -291,6 +291,8 @@ def _scaling_keys(scaling: RopeScaling) -> HfKeys:
     hf_keys: HfKeys = {"rope_type": scaling.kind, "factor": scaling.factor}
     if scaling.original_max_positions is not None:
         hf_keys["original_max_position_embeddings"] = scaling.original_max_positions
+    if scaling.mscale_all_dim is not None:
+        hf_keys["mscale_all_dim"] = scaling.mscale_all_dim
     if scaling.attention_factor is not None:
         hf_keys["attention_factor"] = scaling.attention_factor
     if scaling.kind == "proportional":

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from bloomery.facts.config import (
     DeltaNet,
     Experts,
+    LatentAttention,
     LayerSizes,
     Mixer,
     ModelConfig,
@@ -50,6 +51,7 @@ EXPERT_STACKS = tuple(
     for stack in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
 )
 EXPERT_LORA = "mlp.experts.lora."  # of the stacks: what an adapter adds to each
+LATENT_EPS = 1e-6  # of the norms inside latent attention, whatever the model's own
 DELTA_CHUNK = 64  # tokens that a delta net computes at once; transformers and flash-linear-attention have as many
 STATE_BYTES = 4  # of a number of a delta net's state, which is float32 in every precision
 
@@ -113,6 +115,7 @@ class Layer:
     per_layer_input_size: int = 0
     delta_net: DeltaNet | None = None
     short_convolution: ShortConvolution | None = None
+    latent_attention: LatentAttention | None = None
     experts: Experts | None = None  # in place of an MLP
 
     @property
@@ -267,6 +270,7 @@ def _layer(config: ModelConfig, index: int) -> Layer:
         per_layer_input_size=config.per_layer_input_size,
         delta_net=config.delta_net if mixer == "delta_net" else None,
         short_convolution=config.short_convolution if mixer == "short_convolution" else None,
+        latent_attention=config.latent_attention if mixer == "attention" else None,
         experts=experts,
     )
 
@@ -336,6 +340,8 @@ def _rotation(
     if config.positions == "learned" or (config.rotary_layers and not config.rotary_layers[index]):
         return None
     width = int(sizes.head_dim * sizes.rotary_share)
+    if config.latent_attention is not None:
+        width = config.latent_attention.rotary_width
     interleave = config.rope_interleave
     # Layers with a window may rotate by a frequency of their own (Gemma 3).
     if window is not None and config.local_rope_theta is not None:
@@ -532,6 +538,10 @@ def _block_shapes(
         yield f"{matrix.name}.weight", (matrix.outputs, matrix.inputs)
         if matrix.bias:
             yield f"{matrix.name}.bias", (matrix.outputs,)
+        if matrix.name == "self_attn.o_proj" and (latent := config.latent_attention) is not None:
+            if latent.query_rank is not None:
+                yield "self_attn.q_a_layernorm.weight", (latent.query_rank,)
+            yield "self_attn.kv_a_layernorm.weight", (latent.rank,)
         if matrix.name == "self_attn.o_proj" and config.qk_norm != "none":
             over_all_heads = config.qk_norm == "full"
             query_heads = sizes.num_heads if over_all_heads else 1
@@ -633,7 +643,28 @@ def _mlp_matrices(config: ModelConfig, name: str, inner: int) -> Iterator[Matrix
     yield Matrix(f"{name}.down_proj", config.hidden_size, inner, config.mlp_bias)
 
 
+def _latent_matrices(
+    config: ModelConfig, latent: LatentAttention, num_heads: int
+) -> Iterator[Matrix]:
+    width = config.hidden_size
+    query_width = num_heads * (latent.plain_width + latent.rotary_width)
+    bias = config.attention_bias
+    if latent.query_rank is None:
+        yield Matrix("self_attn.q_proj", query_width, width, False)
+    else:
+        yield Matrix("self_attn.q_a_proj", latent.query_rank, width, bias)
+        yield Matrix("self_attn.q_b_proj", query_width, latent.query_rank, False)
+    latent_width = latent.rank + latent.rotary_width
+    yield Matrix("self_attn.kv_a_proj_with_mqa", latent_width, width, bias)
+    heads_width = num_heads * (latent.plain_width + latent.value_width)
+    yield Matrix("self_attn.kv_b_proj", heads_width, latent.rank, False)
+    yield Matrix("self_attn.o_proj", width, num_heads * latent.value_width, bias)
+
+
 def _attention_matrices(config: ModelConfig, index: int, sizes: LayerSizes) -> Iterator[Matrix]:
+    if config.latent_attention is not None:
+        yield from _latent_matrices(config, config.latent_attention, sizes.num_heads)
+        return
     width = config.hidden_size
     query_width = sizes.num_heads * sizes.head_dim
     key_width = sizes.num_kv_heads * sizes.head_dim

@@ -18,6 +18,7 @@ from bloomery.facts.family_entries import (
     gpt2,
     gpt_oss,
     granite,
+    latent,
     lfm,
     llama_like,
     ministral,
@@ -46,6 +47,7 @@ FAMILIES: OpenTable[Family] = OpenTable(
         **apertus.FAMILIES,
         **granite.FAMILIES,
         **mixtures.FAMILIES,
+        **latent.FAMILIES,
         **gpt_oss.FAMILIES,
     }
 )

@@ -1,9 +1,11 @@
 """Between the keys of mixtures of experts in a config.json and `config.Experts`, both ways."""
 
+import math
+from dataclasses import replace
 from typing import Any
 
 from bloomery.core.errors import UserError
-from bloomery.facts.config import Experts, ModelConfig
+from bloomery.facts.config import Experts, LatentAttention, ModelConfig
 from bloomery.facts.config_fields import FIX, LARGEST, Fields, HfKeys, ModelFacts
 
 # What files call the number of experts; a config class may write another one than it reads.
@@ -108,3 +110,155 @@ def write_olmoe_experts(config: ModelConfig) -> HfKeys:
     assert experts is not None
     keys = expert_keys(config, count_key="num_experts", width_key="intermediate_size")
     return keys | {"norm_topk_prob": experts.normalize}
+
+
+def deepseek_experts(fields: Fields, facts: ModelFacts) -> Experts:
+    """Sigmoids, a bias for the choice and groups, as in DeepSeek-V3 (arXiv:2412.19437), GLM 4.5 and dots.llm1."""
+    width = fields.size("moe_intermediate_size", LARGEST["intermediate_size"])
+    shared = fields.size("n_shared_experts", LARGEST_COUNT) if fields.get("n_shared_experts") else 0
+    groups = fields.size("n_group", LARGEST_COUNT, default=1)
+    return experts_of(
+        fields,
+        width_key="moe_intermediate_size",
+        scores="sigmoid",
+        normalize=fields.flag("norm_topk_prob"),
+        least_sum=1e-20,
+        weight_scale=fields.number("routed_scaling_factor", default=1.0),
+        choice_bias=True,
+        groups=groups,
+        groups_per_token=fields.size("topk_group", LARGEST_COUNT, default=1),
+        best_of_group=2 if groups > 1 else 1,
+        shared_width=shared * width,
+        layers=_layers_after(fields, facts["num_layers"]),
+    )
+
+
+def _layers_after(fields: Fields, num_layers: int) -> tuple[bool, ...]:
+    """Layers with experts: by `mlp_layer_types`, or all but the first ones."""
+    kinds = fields.entries("mlp_layer_types", num_layers)
+    if kinds is not None:
+        if set(kinds) - {"dense", "sparse"}:
+            raise fields.refuse("mlp_layer_types", "made of dense and sparse")
+        has_experts = tuple(kind == "sparse" for kind in kinds)
+    else:
+        dense = fields.get("first_k_dense_replace") or 0
+        if type(dense) is not int or dense < 0:
+            raise fields.refuse("first_k_dense_replace", "a number of layers")
+        has_experts = tuple(number >= dense for number in range(num_layers))
+    if not any(has_experts):
+        raise fields.refuse("first_k_dense_replace", f"below the {num_layers} layers")
+    return () if all(has_experts) else has_experts
+
+
+def write_deepseek_experts(config: ModelConfig) -> HfKeys:
+    experts = config.experts
+    assert experts is not None
+    layers = experts.layers or (True,) * config.num_layers
+    keys = expert_keys(config, count_key="n_routed_experts", width_key="moe_intermediate_size")
+    del keys["router_aux_loss_coef"]
+    return keys | {
+        "norm_topk_prob": experts.normalize,
+        "routed_scaling_factor": experts.weight_scale,
+        "n_group": experts.groups,
+        "topk_group": experts.groups_per_token,
+        "n_shared_experts": experts.shared_width // experts.width,
+        "first_k_dense_replace": layers.index(True),
+        "mlp_layer_types": ["sparse" if has_experts else "dense" for has_experts in layers],
+    }
+
+
+def latent_facts(fields: Fields, facts: ModelFacts) -> ModelFacts:
+    """Multi-head latent attention. Scores are scaled as in transformers' `yarn_apply_mscale`."""
+    largest = LARGEST["head_dim"]
+    query_rank = None if fields.get("q_lora_rank") is None else fields.size("q_lora_rank", 2**18)
+    latent = LatentAttention(
+        query_rank=query_rank,
+        rank=fields.size("kv_lora_rank", 2**18),
+        plain_width=fields.size("qk_nope_head_dim", largest),
+        rotary_width=fields.size("qk_rope_head_dim", largest),
+        value_width=fields.size("v_head_dim", largest),
+    )
+    scale = (latent.plain_width + latent.rotary_width) ** -0.5
+    scaling = facts.get("rope_scaling")
+    if scaling is not None:
+        rope_fields = fields.inside("rope_scaling") or fields.inside("rope_parameters")
+        all_dim = None if rope_fields is None else rope_fields.optional_number("mscale_all_dim")
+        if all_dim is not None:
+            scaling = replace(scaling, mscale_all_dim=all_dim)
+            stretch = 0.1 * all_dim * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+            scale = scale * stretch * stretch
+    return {
+        "latent_attention": latent,
+        "head_dim": latent.head_dim,
+        "num_kv_heads": facts["num_heads"],
+        "attention_scale": scale,
+        "rope_scaling": scaling,
+    }
+
+
+def write_latent(config: ModelConfig) -> HfKeys:
+    latent = config.latent_attention
+    assert latent is not None
+    return {
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.rank,
+        "qk_nope_head_dim": latent.plain_width,
+        "qk_rope_head_dim": latent.rotary_width,
+        "v_head_dim": latent.value_width,
+        "head_dim": latent.rotary_width,
+    }
+
+
+def deepseek_v3_facts(fields: Fields, facts: ModelFacts) -> ModelFacts:
+    return latent_facts(fields, facts) | {"experts": deepseek_experts(fields, facts)}
+
+
+def write_deepseek_v3(config: ModelConfig) -> HfKeys:
+    return write_deepseek_experts(config) | write_latent(config)
+
+
+def deepseek_v2_facts(fields: Fields, facts: ModelFacts) -> ModelFacts:
+    """Softmax, and weights that are not divided by their sum, whatever `norm_topk_prob` says, as in transformers."""
+    width = fields.size("moe_intermediate_size", LARGEST["intermediate_size"])
+    is_grouped = fields.get("topk_method") == "group_limited_greedy"
+    if not is_grouped and fields.get("topk_method") != "greedy":
+        raise fields.lacks("topk_method", "greedy or group_limited_greedy")
+    shared = fields.size("n_shared_experts", LARGEST_COUNT) if fields.get("n_shared_experts") else 0
+    groups: ModelFacts = {}
+    if is_grouped:
+        groups = {
+            "groups": fields.size("n_group", LARGEST_COUNT),
+            "groups_per_token": fields.size("topk_group", LARGEST_COUNT),
+        }
+    experts = experts_of(
+        fields,
+        width_key="moe_intermediate_size",
+        weight_scale=fields.number("routed_scaling_factor", default=1.0),
+        shared_width=shared * width,
+        layers=_layers_after(fields, facts["num_layers"]),
+        **groups,
+    )
+    return latent_facts(fields, facts) | {"experts": experts, "rope_interleave": True}
+
+
+def write_deepseek_v2(config: ModelConfig) -> HfKeys:
+    experts = config.experts
+    assert experts is not None
+    is_grouped = experts.groups > 1
+    method = "group_limited_greedy" if is_grouped else "greedy"
+    return write_deepseek_v3(config) | {"topk_method": method}
+
+
+def glm4_moe_facts(fields: Fields, facts: ModelFacts) -> ModelFacts:
+    return {
+        "experts": deepseek_experts(fields, facts),
+        "qk_norm": "head" if fields.flag("use_qk_norm") else "none",
+    }
+
+
+def write_glm4_moe(config: ModelConfig) -> HfKeys:
+    return write_deepseek_experts(config) | {"use_qk_norm": config.qk_norm == "head"}
+
+
+def dots1_facts(fields: Fields, facts: ModelFacts) -> ModelFacts:
+    return {"experts": deepseek_experts(fields, facts)}

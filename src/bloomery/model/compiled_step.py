@@ -468,6 +468,8 @@ def _unsupported(decoder: Decoder) -> str | None:
         return "its positions depend on a text's length"
     if config.attention_sinks:
         return "its attention has sinks"
+    if config.latent_attention is not None:
+        return "its keys are made of a latent vector"
     # The code reads a matrix in full cache lines, and a head in full vectors.
     for layer in layers(config):
         if layer.keys_of is not None or layer.lends_keys or layer.keys_are_values:

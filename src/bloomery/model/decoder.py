@@ -27,6 +27,7 @@ from bloomery.model.experts import MixtureOfExperts, RouterLoad
 from bloomery.model.heads import Head, Logits
 from bloomery.model.mixers.attention import Attention, SequenceExchange, plain_backend
 from bloomery.model.mixers.delta_net import GatedDeltaNet
+from bloomery.model.mixers.latent_attention import LatentAttention
 from bloomery.model.mixers.short_convolution import GatedShortConvolution
 from bloomery.model.norms import RMSNorm, build_norm, widened, working_dtype
 from bloomery.model.rope import Frequencies, Rotary, rotary_tables
@@ -55,10 +56,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def build_attention(config: ModelConfig, layer: Layer, backend: str) -> Attention:
+    kind = Attention if config.latent_attention is None else LatentAttention
+    return kind(config, layer, backend)
+
+
 # What mixes the tokens of a layer. Each is built of the config, the layer and the name of a backend of attention, and
 # computes [B, T, D] from [B, T, D], the layer's rotation, the layout of documents, and the layer's cache.
 MIXERS: dict[Mixer, Callable[[ModelConfig, Layer, str], nn.Module]] = {
-    "attention": Attention,
+    "attention": build_attention,
     "delta_net": GatedDeltaNet,
     "short_convolution": GatedShortConvolution,
 }

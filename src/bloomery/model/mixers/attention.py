@@ -59,14 +59,23 @@ class Attention(nn.Module):
         self.decodes_with_kernel = backend == "triton"
         self.exchange: SequenceExchange | None = None  # with ranks that share the sequences
         self.scale = layer.attention_scale
+        self.sinks: nn.Parameter | None = None
+        self.g_proj: nn.Linear | None = None
+        self.lends_keys = layer.lends_keys
+        self.build(layer)
+
+    def build(self, layer: Layer) -> None:
+        """The projections and norms."""
+        config = self.config
         width = config.hidden_size
         query_width = layer.query_width
         key_width = layer.key_width
         gated_width = 2 * query_width if config.attention_gate else query_width
-        self.sinks = nn.Parameter(torch.empty(layer.num_heads)) if config.attention_sinks else None
-        self.g_proj = nn.Linear(width, layer.num_heads, bias=False) if config.head_gate else None
+        if config.attention_sinks:
+            self.sinks = nn.Parameter(torch.empty(layer.num_heads))
+        if config.head_gate:
+            self.g_proj = nn.Linear(width, layer.num_heads, bias=False)
         self.q_proj = nn.Linear(width, gated_width, bias=config.attention_bias)
-        self.lends_keys = layer.lends_keys
         has_keys = layer.keys_of is None
         self.k_proj: nn.Linear | None = None
         self.v_proj: nn.Linear | None = None
@@ -96,17 +105,8 @@ class Attention(nn.Module):
         cache: LayerCache | None,
         lent: VisiblePast | None = None,
     ) -> Tensor | tuple[Tensor, VisiblePast]:
-        # All heads next to each other: q is [B, T, H E].
         config = self.config
-        q = self.q_proj(x_BTD)
-        gate_BTQ = None
-        if config.attention_gate:
-            q_and_gate = q.unflatten(-1, (-1, 2, self.head_dim))
-            q, gate_BTQ = (x.flatten(-2) for x in q_and_gate.unbind(-2))
-
-        q_BHTE = self.turned_heads(q, self.q_norm, rotary)
-        if rotary is not None and rotary.query_scale is not None:
-            q_BHTE = q_BHTE * rotary.query_scale.to(q_BHTE.dtype).transpose(1, 2)
+        q_BHTE, gate_BTQ = self.queries(x_BTD, rotary)
         past = self.keys_and_values(x_BTD, rotary) if lent is None else lent
 
         # While text is generated, the new tokens also see the keys and values of all tokens before, from a cache. Where
@@ -145,7 +145,7 @@ class Attention(nn.Module):
         )
         if exchange is not None:
             y_BHTE = exchange.to_tokens(y_BHTE)
-        y_BTQ = y_BHTE.transpose(1, 2).flatten(2)
+        y_BTQ = self.output(y_BHTE)
         if gate_BTQ is not None:
             y_BTQ = y_BTQ * torch.sigmoid(gate_BTQ)
         if self.g_proj is not None:
@@ -153,6 +153,23 @@ class Attention(nn.Module):
             y_BTQ = (y_BTQ.unflatten(-1, (-1, self.head_dim)) * gate_BTH[..., None]).flatten(-2)
         projected: Tensor = self.o_proj(y_BTQ)
         return (projected, past) if self.lends_keys else projected
+
+    def queries(self, x_BTD: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor | None]:
+        """[B, H, T, E], and the gate [B, T, H E] of what attention answers."""
+        # All heads next to each other: q is [B, T, H E].
+        q = self.q_proj(x_BTD)
+        gate_BTQ = None
+        if self.config.attention_gate:
+            q_and_gate = q.unflatten(-1, (-1, 2, self.head_dim))
+            q, gate_BTQ = (x.flatten(-2) for x in q_and_gate.unbind(-2))
+        q_BHTE = self.turned_heads(q, self.q_norm, rotary)
+        if rotary is not None and rotary.query_scale is not None:
+            q_BHTE = q_BHTE * rotary.query_scale.to(q_BHTE.dtype).transpose(1, 2)
+        return q_BHTE, gate_BTQ
+
+    def output(self, y_BHTE: Tensor) -> Tensor:
+        """What the last projection reads, all heads next to each other."""
+        return y_BHTE.transpose(1, 2).flatten(2)
 
     def keys_and_values(self, x_BTD: Tensor, rotary: Rotary | None) -> VisiblePast:
         """Those of the new tokens alone."""

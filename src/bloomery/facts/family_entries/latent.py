@@ -1,0 +1,163 @@
+"""DeepSeek's mixtures with latent attention, and the mixtures that route as theirs do."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from bloomery.facts.family import BIASES, LLAMA_KEYS, Family, StoredNames
+from bloomery.facts.family_rules import layer_types, windows_by_type
+from bloomery.facts.family_rules_experts import (
+    deepseek_v2_facts,
+    deepseek_v3_facts,
+    dots1_facts,
+    glm4_moe_facts,
+    write_deepseek_experts,
+    write_deepseek_v2,
+    write_deepseek_v3,
+    write_glm4_moe,
+)
+
+SHARED = StoredNames(renamed={"mlp.shared_expert": "mlp.shared_experts"})
+# Of every head, what rotates alone is stated; `latent_facts` makes the width of heads.
+LATENT_KEYS = MappingProxyType({**LLAMA_KEYS, "head_dim": "qk_rope_head_dim"})
+LATENT = MappingProxyType(
+    {
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4,
+    }
+)
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "deepseek_v3": Family(
+            "DeepseekV3ForCausalLM",
+            "DeepSeek-V3",
+            keys=LATENT_KEYS,
+            flags={"attention_bias": "attention_bias", "rope_interleave": "rope_interleave"},
+            extra=deepseek_v3_facts,
+            write=write_deepseek_v3,
+            unwritten=("mlp_layer_types",),
+            stored=SHARED,
+            defaults={
+                **LATENT,
+                "max_position_embeddings": 4096,
+                "rope_interleave": True,
+                "n_routed_experts": 256,
+                "num_experts_per_tok": 8,
+                "n_shared_experts": 1,
+                "routed_scaling_factor": 2.5,
+                "n_group": 8,
+                "topk_group": 4,
+                "first_k_dense_replace": 3,
+                "norm_topk_prob": True,
+                "moe_intermediate_size": 2048,
+            },
+        ),
+        "deepseek_v2": Family(
+            "DeepseekV2ForCausalLM",
+            "DeepSeek-V2",
+            keys=LATENT_KEYS,
+            flags={"attention_bias": "attention_bias", "mlp_bias": "mlp_bias"},
+            extra=deepseek_v2_facts,
+            write=write_deepseek_v2,
+            unwritten=("mlp_layer_types", "rope_interleave"),
+            ignored=("norm_topk_prob",),
+            stored=SHARED,
+            defaults={
+                **LATENT,
+                "max_position_embeddings": 2048,
+                "n_routed_experts": 64,
+                "n_shared_experts": 2,
+                "routed_scaling_factor": 1.0,
+                "topk_method": "greedy",
+                "moe_intermediate_size": 1407,
+            },
+        ),
+        "glm4_moe_lite": Family(
+            "Glm4MoeLiteForCausalLM",
+            "GLM-4.7 Flash",
+            keys=LATENT_KEYS,
+            flags={"attention_bias": "attention_bias", "rope_interleave": "rope_interleave"},
+            extra=deepseek_v3_facts,
+            write=write_deepseek_v3,
+            unwritten=("first_k_dense_replace",),
+            stored=SHARED,
+            defaults={
+                **LATENT,
+                "q_lora_rank": 768,
+                "qk_nope_head_dim": 192,
+                "v_head_dim": 256,
+                "rms_norm_eps": 1e-5,
+                "max_position_embeddings": 202752,
+                "rope_interleave": True,
+                "n_routed_experts": 64,
+                "num_experts_per_tok": 4,
+                "n_shared_experts": 1,
+                "routed_scaling_factor": 1.8,
+                "n_group": 1,
+                "topk_group": 1,
+                "first_k_dense_replace": 1,
+                "norm_topk_prob": True,
+                "moe_intermediate_size": 1536,
+            },
+        ),
+        "glm4_moe": Family(
+            "Glm4MoeForCausalLM",
+            "GLM-4.5",
+            flags={"attention_bias": "attention_bias"},
+            extra=glm4_moe_facts,
+            write=write_glm4_moe,
+            unwritten=("mlp_layer_types",),
+            reads_rotary_share=True,
+            stored=SHARED,
+            defaults={
+                "num_key_value_heads": 8,
+                "partial_rotary_factor": 0.5,
+                "max_position_embeddings": 131072,
+                "rms_norm_eps": 1e-5,
+                "hidden_act": "silu",
+                "rope_theta": 1e4,
+                "n_routed_experts": 128,
+                "num_experts_per_tok": 8,
+                "n_shared_experts": 1,
+                "routed_scaling_factor": 1.0,
+                "n_group": 1,
+                "topk_group": 1,
+                "first_k_dense_replace": 1,
+                "norm_topk_prob": True,
+                "moe_intermediate_size": 1408,
+            },
+        ),
+        "dots1": Family(
+            "Dots1ForCausalLM",
+            "dots.llm1",
+            {"qk_norm": "head"},
+            flags=BIASES,
+            windows=lambda fields, layers: windows_by_type(
+                fields, layers, lambda n: n >= fields.size("max_window_layers", 2**12)
+            ),
+            extra=dots1_facts,
+            write=lambda config: write_deepseek_experts(config) | layer_types(config),
+            unwritten=("mlp_layer_types",),
+            stored=SHARED,
+            defaults={
+                "sliding_window": 4096,
+                "max_window_layers": 62,
+                "max_position_embeddings": 2048,
+                "rms_norm_eps": 1e-6,
+                "hidden_act": "silu",
+                "rope_theta": 1e4,
+                "n_routed_experts": 128,
+                "num_experts_per_tok": 6,
+                "routed_scaling_factor": 1.0,
+                "n_group": 1,
+                "topk_group": 1,
+                "moe_intermediate_size": 1408,
+            },
+        ),
+    }
+)
