@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from dataclasses import replace
 
 import peft
@@ -16,7 +17,7 @@ from bloomery.core.errors import UserError
 from bloomery.facts.hf_config import config_from_hf
 from bloomery.model.adapters.lora import adapt, adapted, init_adapters, trained_state
 from bloomery.model.adapters.peft_files import write_adapter
-from bloomery.model.adapters.settings import adaptation, target_modules
+from bloomery.model.adapters.settings import adaptation, counted_by_kind, target_modules
 from bloomery.model.configs import read_config
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import Values
@@ -154,7 +155,25 @@ def test_all_linear_means_what_it_means_to_peft(case):
         for name, module in wrapped.named_modules()
         if isinstance(module, peft.tuners.lora.Linear)
     }
-    assert set(target_modules(config, ["all-linear"])) == theirs
+    targets = target_modules(config, ["all-linear"])
+    assert set(targets) == theirs
+    counts = Counter(name.rpartition(".")[2] for name in theirs)
+    named = {
+        name: int(group.partition(": ")[2].split()[0])
+        for group in counted_by_kind(targets).split("; ")
+        for name in group.partition(":")[0].split(", ")
+    }
+    assert named == counts
+
+
+def test_modules_of_one_name_and_different_kinds_are_counted_apart():
+    layers = [f"model.layers.{layer}.mlp" for layer in range(3)]
+    experts = [f"{mlp}.experts.{expert}.up_proj" for mlp in layers for expert in range(4)]
+    shared = [f"{mlp}.shared_expert.up_proj" for mlp in layers]
+    queries = [f"model.layers.{layer}.self_attn.q_proj" for layer in range(3)]
+    assert counted_by_kind([*queries, *experts, *shared]) == (
+        "experts.up_proj: 12; q_proj, shared_expert.up_proj: 3 each"
+    )
 
 
 @pytest.mark.parametrize("case", ["llama2", "llama3-gqa-tied"])

@@ -47,7 +47,8 @@ def test_the_plan_says_how_much_is_trained():
     said = next(decision for decision in plan.choices if decision.key == "adapter.kind")
     assert said.value == "DoRA (rsLoRA) from PiSSA, rank 4"
     assert said.reason.startswith("1,152 trainable parameters")  # 2 x 9 x 64
-    assert said.reason.endswith("on 2 target modules")
+    targets = next(each for each in plan.choices if each.key == "adapter.target_modules")
+    assert (targets.value, targets.reason) == ("2 target modules", "q_proj: 2")
 
 
 @pytest.mark.parametrize(("rank", "doubted"), [(64, False), (65, True)])

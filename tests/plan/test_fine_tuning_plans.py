@@ -142,6 +142,22 @@ def test_where_memory_is_short_a_larger_vocabulary_has_smaller_chunks_of_logits(
     assert roomy.model.score_chunk == roomy.data.sequence_length
 
 
+@pytest.mark.parametrize("flags", [("avx2",), ("avx2", "avx512f", "avx512_bf16")])
+def test_a_cpu_holds_half_the_activations_where_that_hardly_takes_longer(flags):
+    """Over a frozen base activations are most of the memory. All weights: most are states, and gradients add up."""
+
+    def on_cpu(*words):
+        short = ("data.sequence_length=512", "train.tokens_per_step=16384")
+        where = machine(flags=flags, free_gib=60)
+        return planned(load_recipe("qwen3-0.6b-lora", (*short, *words)), where)
+
+    chosen, largest = on_cpu(), on_cpu("train.micro_batch_size=4")
+    assert chosen.train.micro_batch_size == 2
+    assert chosen.memory.total < 0.8 * largest.memory.total
+    assert chosen.step_seconds.value < 1.08 * largest.step_seconds.value
+    assert on_cpu("adapter.kind=none").train.micro_batch_size == 4
+
+
 def test_a_cpu_scores_tiles_of_the_vocabulary_and_needs_no_smaller_chunks():
     where = machine(free_gib=1)
     plan = planned(load_recipe("qwen3.5-0.8b-lora", ("data.sequence_length=2048",)), where)

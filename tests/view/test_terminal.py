@@ -428,6 +428,20 @@ def test_how_much_of_a_model_is_trained_is_said_where_it_is_not_all():
     )
 
 
+def test_a_run_with_an_adapter_begins_with_the_modules_that_it_trains():
+    targets = "70 target modules: q_proj, v_proj: 30 each; in_proj: 10"
+    started = RunStarted(
+        schema=2,
+        version="0",
+        parameters=16_081_536,
+        steps=1,
+        attention="mask",
+        device="cpu",
+        reasons={"adapter.target_modules": targets},
+    )
+    assert lines_of([started])[1].split(maxsplit=1) == ["adapter", targets]
+
+
 def test_a_notebook_gets_one_output_that_is_redrawn(monkeypatch):
     drawn = []
 

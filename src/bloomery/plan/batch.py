@@ -26,6 +26,11 @@ CHUNK_LOGITS = 2**26  # of a small chunk: 128 MiB in bfloat16
 ONE_CHUNK_SHARE = 0.8  # of the limit, under which all logits of a micro-batch may exist at once
 # Of the fastest micro-batch's time: the estimate does not tell two apart that differ by less.
 SAME_TIME = 1.01
+# On a CPU over a frozen base: what a smaller micro-batch may take, of the fastest's time, if it needs no more than this
+# share of the memory. It has these tokens at least: weights are read once for all of them.
+LEAN_TIME = 1.08
+LEAN_MEMORY = 0.8
+LEAN_TOKENS = 1024
 
 Measure = Callable[[StepShape], MemoryEstimate]
 StepSeconds = Callable[[StepShape], float | None]
@@ -179,38 +184,21 @@ def choose_micro_batching(
         _with_logits(fitting_step, measure) for fitting_step in fitting_steps or [planned_step]
     ]
     planned_step, chunk = candidates[0]
-    largest_size = planned_step.micro_batch_size
 
     # Larger micro-batches are mostly faster. One whose logits are computed again may not be. An optimizer inside
     # backward updates once per micro-batch: its steps cannot be compared.
     step_seconds = [seconds(candidate) for candidate, _ in candidates]
     known_seconds = [value for value in step_seconds if value is not None]
-    slower = 0.0
-    if len(known_seconds) == len(candidates) and not step.mode.fused_backward:
-        fewest_seconds = min(known_seconds)
-        # What the estimate leaves out favors larger ones (small matmuls are less efficient), unless they may run out
-        # of memory.
-        chosen = known_seconds.index(fewest_seconds)
-        for index, (candidate, _) in enumerate(candidates):
-            if known_seconds[index] > SAME_TIME * fewest_seconds:
-                continue
-            peak = measure(candidate)
-            if peak.high <= peak.limit:
-                chosen = index
-                break
-        planned_step, chunk = candidates[chosen]
-        slower = known_seconds[0] / known_seconds[chosen] - 1
-
-    if planned_step.micro_batch_size < largest_size:
-        reason = f"the fastest that fits: a step with {largest_size:,} takes {slower:.1%} longer"
-        if slower <= SAME_TIME - 1:
-            reason = f"as fast as {largest_size:,}, with which memory may not suffice"
-    elif not step.on_gpu:
+    reason = "the largest power of two that divides the step and fits"
+    if not step.on_gpu:
         reason = "a larger one exceeds the CPU caches"
     elif any_divisor:
         reason = f"the largest that divides the {counted(sequences_per_step, 'sequences')} of a device and fits"
-    else:
-        reason = "the largest power of two that divides the step and fits"
+    if len(known_seconds) == len(candidates) and not step.mode.fused_backward:
+        steps = [candidate for candidate, _ in candidates]
+        chosen, why_smaller = _fastest(steps, known_seconds, measure)
+        planned_step, chunk = candidates[chosen]
+        reason = why_smaller or reason
     mode = planned_step.checkpointing
     fit = (
         "all activations fit in memory"
@@ -227,14 +215,52 @@ def choose_micro_batching(
     )
 
 
+def _fastest(
+    steps: list[StepShape], step_seconds: list[float], measure: Measure
+) -> tuple[int, str]:
+    """Which of the micro-batches, largest first, to take, and why if not the largest.
+
+    What the estimate leaves out favors larger ones (small matmuls are less efficient), unless they may run out of
+    memory. On a CPU over a frozen base activations are most of the memory: there it is the smallest within LEAN_TIME.
+    Training all weights adds every gradient to memory once for each micro-batch, which the estimate leaves out.
+    """
+    fewest_seconds = min(step_seconds)
+    chosen = step_seconds.index(fewest_seconds)
+    for index, step in enumerate(steps):
+        peak = measure(step)
+        if step_seconds[index] <= SAME_TIME * fewest_seconds and peak.high <= peak.limit:
+            chosen = index
+            break
+    largest = steps[0].micro_batch_size
+    if not steps[0].on_gpu and steps[0].mode.frozen:
+        lean = max(
+            index
+            for index, (step, seconds) in enumerate(zip(steps, step_seconds, strict=True))
+            if index == chosen
+            or (
+                step.tokens_per_micro_batch >= LEAN_TOKENS and seconds <= LEAN_TIME * fewest_seconds
+            )
+        )
+        share = measure(steps[lean]).total / measure(steps[0]).total
+        if lean > chosen and share <= LEAN_MEMORY:
+            longer = max(0.0, step_seconds[lean] / step_seconds[0] - 1)
+            return lean, f"takes {longer:.0%} longer than {largest:,}, in {share:.0%} of the memory"
+    if chosen == 0:
+        return 0, ""
+    slower = step_seconds[0] / step_seconds[chosen] - 1
+    if slower <= SAME_TIME - 1:
+        return chosen, f"as fast as {largest:,}, with which memory may not suffice"
+    return chosen, f"the fastest that fits: a step with {largest:,} takes {slower:.1%} longer"
+
+
 def small_chunk(step: StepShape) -> int:
     """Tokens of a chunk of logits where memory is short: a power of two, the fewer the larger the vocabulary.
 
     A CPU holds the logits of one tile of it at a time.
     """
     outputs_at_once = step.head_outputs if step.on_gpu else min(step.head_outputs, CPU_TILE)
-    tokens = max(1, CHUNK_LOGITS // max(1, outputs_at_once))
-    return min(LARGEST_CHUNK, max(SMALLEST_CHUNK, 2 ** (tokens.bit_length() - 1)))
+    tokens = CHUNK_LOGITS // outputs_at_once
+    return min(LARGEST_CHUNK, max(SMALLEST_CHUNK, 1 << tokens.bit_length() >> 1))
 
 
 def _with_logits(step: StepShape, measure: Measure) -> tuple[StepShape, Choice[int]]:

@@ -64,6 +64,7 @@ SETTINGS = (  # shown where a plan has them
     "objective.teacher",
     "data.chat.train_on",
     "adapter.kind",
+    "adapter.target_modules",
     "model.from",
     "model.load_with",
     "model.vocab_size",

@@ -22,7 +22,12 @@ from bloomery.facts.limits import Dequantizer, storage_bytes
 from bloomery.facts.objectives import OBJECTIVES, ObjectiveSpec
 from bloomery.facts.optimizers import OPTIMIZERS, PLAIN_SETTINGS
 from bloomery.hardware.profile import Profile
-from bloomery.model.adapters.settings import method_name, method_settings, refuse_untrained_rows
+from bloomery.model.adapters.settings import (
+    counted_by_kind,
+    method_name,
+    method_settings,
+    refuse_untrained_rows,
+)
 from bloomery.model.configs import CONTEXT_KEYS
 from bloomery.plan.choices import refuse_transformers_misfits
 from bloomery.plan.estimate.states import TrainedModel
@@ -170,7 +175,7 @@ def refuse_new_rows(
 def adapter_choices(
     recipe: Recipe, model: TrainedModel, *, known_vocabulary: int | None, added: int
 ) -> Iterator[tuple[str, Choice[str]]]:
-    """By key: the adapter and its trainable parameters."""
+    """By key: the adapter, its trainable parameters, and the modules that it changes."""
     adapter = recipe.adapter
     if isinstance(adapter, Lora):
         kind = {"lora": "LoRA", "dora": "DoRA"}[adapter.kind]
@@ -179,10 +184,14 @@ def adapter_choices(
         trained = model.trainable_count
         total = parameter_count(model.config)
         reason = f"{format_count(trained)} trainable parameters, {trained / total:.2%} of"
-        reason += f" {format_count(total)}, on {len(model.mode.target_modules):,} target modules"
+        reason += f" {format_count(total)}"
         yield "adapter.kind", Choice(f"{kind}, rank {adapter.rank}", reason)
-        if model.config.experts is not None:
-            yield "adapter.target_modules", _targets_by_kind(model)
+        targets = [name for name, _ in model.mode.target_modules]
+        by_name = Choice(f"{len(targets):,} target modules", counted_by_kind(targets))
+        yield (
+            "adapter.target_modules",
+            by_name if model.config.experts is None else _targets_by_kind(model),
+        )
     if known_vocabulary is not None and (
         new := max(model.config.vocab_size - known_vocabulary, added)
     ):

@@ -297,6 +297,8 @@ class PlainView:
                 place = f"on {devices_text(event)}, attention: {event.attention}"
                 place += f", {event.epochs}" if event.epochs else ""
                 self._titled("model", f"{event.parameters:,} parameters{trainable} {place}")
+                if (targets := event.reasons.get("adapter.target_modules")) is not None:
+                    self._titled("adapter", targets)
             case Phase():
                 self._print_phase(event)
             case Sampled():  # the first lines as they are, long ones cut

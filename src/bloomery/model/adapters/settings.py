@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shlex
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -322,6 +323,26 @@ def _no_target(config: ModelConfig, name: str, targets: list[str], where: str) -
         )
     count = f"; the model has layers 0 to {config.num_layers - 1}" if "." in name else ""
     return unknown_module(name, targets, where, ALL_LINEAR + count)
+
+
+def counted_by_kind(modules: Iterable[str]) -> str:
+    """ "gate_proj, up_proj, down_proj: 32 each; q_proj, v_proj: 8 each": which modules of the layers, and how many.
+
+    A name that stands for two kinds (an expert's and a shared expert's `up_proj`) has the part before it.
+    """
+    counts = Counter(
+        tuple(part for part in module.split(".")[1:] if not part.isdecimal() and part != "layers")
+        for module in modules
+    )
+    last_names = Counter(kind[-1] for kind in counts)
+    names_by_count: dict[int, list[str]] = {}
+    for kind, count in counts.items():
+        name = kind[-1] if last_names[kind[-1]] == 1 else ".".join(kind[-2:])
+        names_by_count.setdefault(count, []).append(name)
+    return "; ".join(
+        f"{', '.join(names)}: {count:,}{' each' if len(names) > 1 else ''}"
+        for count, names in sorted(names_by_count.items(), reverse=True)
+    )
 
 
 def modules_to_save(config: ModelConfig, names: Iterable[str]) -> tuple[str, ...]:
