@@ -149,7 +149,7 @@ def page() -> str:
     return PAGE_HEAD + "\n" + body.replace("\n\n\n", "\n\n").rstrip() + "\n"
 
 
-HIDDEN = ("rope_scaling", "delta_net")  # sections that are off by default
+HIDDEN = ("rope_scaling", "delta_net", "experts")  # sections that are off by default
 
 
 def entries(

@@ -289,38 +289,3 @@ def test_a_step_of_compiled_code_is_one_of_torch() -> None:
     for torch_step, compiled_step in zip(*step_results, strict=True):
         assert torch_step.loss == pytest.approx(compiled_step.loss, rel=1e-5)
         assert torch_step.grad_norm == pytest.approx(compiled_step.grad_norm, rel=1e-4)
-
-
-def test_an_auxiliary_loss_counts_micro_batches_and_is_not_reported():
-    plain, plan = model_and_optimizer()
-    routed, _ = model_and_optimizer()
-    micro_batches = halves(batch(5))
-
-    def with_squares(model, _inputs, output):
-        return output._replace(
-            auxiliary=sum(parameter.square().sum() for parameter in model.parameters())
-        )
-
-    routed.model.register_forward_hook(with_squares)
-    gradients = {}
-
-    def record_gradients(learner, name):
-        step = learner.optimizer.step
-
-        def step_and_record(lr_scale):
-            gradients[name] = [parameter.grad.clone() for parameter in learner.model.parameters()]
-            step(lr_scale)
-
-        learner.optimizer.step = step_and_record
-
-    record_gradients(plain, "plain")
-    record_gradients(routed, "routed")
-    weights_before = weights(plain)
-    unclipped_plan = plan.model_copy(update={"max_grad_norm": None})
-    expected = train_step(plain, micro_batches, OBJECTIVE, plan=unclipped_plan, lr_scale=1.0)
-    result = train_step(routed, micro_batches, OBJECTIVE, plan=unclipped_plan, lr_scale=1.0)
-    assert result.loss == expected.loss
-    for weight, gradient, routed_gradient in zip(
-        weights_before, gradients["plain"], gradients["routed"], strict=True
-    ):
-        torch.testing.assert_close(routed_gradient, gradient + 2 * weight, atol=1e-5, rtol=1e-5)

@@ -16,6 +16,7 @@ from bloomery.check.small_model import ModelPair, Side
 from bloomery.check.updates import update_differences
 from bloomery.facts.counting import layers
 from bloomery.model.io.weights import LOGIT_DEVIATION
+from bloomery.train.balance import step_balance
 from bloomery.train.step import (
     StepPasses,
     clip_factor,
@@ -113,7 +114,13 @@ def exact_step(pair: ModelPair) -> StepNumbers:
         lr_scale=1.0,
         scale_factor=1.0,
         num_targets=num_targets,
-        num_micro_batches=1,
+        balance=step_balance(
+            side.plan.train.router,
+            model_and_optimizer.model,
+            model_and_optimizer.mesh,
+            num_tokens=float((pair.batch.documents >= 0).sum()),
+            num_micro_batches=1,
+        ),
     )
     total, _ = run_micro_batches([pair.batch], passes)
     parameters = optimizer.named_parameters

@@ -105,8 +105,13 @@ def loss_positions_in(batch: Batch) -> Tensor | None:
     return None if batch.places is None else batch.places.loss_positions
 
 
-def forward(model: Decoder, batch: Batch, head: Head, *, precision: str) -> Output:
-    """The output for a batch on the model's device, with document masking unless the backend is `sdpa`."""
+def forward(
+    model: Decoder, batch: Batch, head: Head, *, precision: str, counts_loads: bool = False
+) -> Output:
+    """The output for a batch on the model's device, with document masking unless the backend is `sdpa`.
+
+    `counts_loads`: of the experts, which only native layers have.
+    """
     isolated = model.model.backend != "sdpa"
     with precision_context(precision, batch.tokens.device.type):
         output: Output = model(
@@ -115,6 +120,7 @@ def forward(model: Decoder, batch: Batch, head: Head, *, precision: str) -> Outp
             documents_BT=batch.attended_documents if isolated else None,
             borders=borders_in(batch),
             head=head,
+            is_real_BT=batch.documents >= 0 if counts_loads else None,
         )
     return output
 
@@ -146,7 +152,11 @@ def eval_mode(model: Decoder) -> Iterator[None]:
             yield
     finally:
         model.train(was_training)
-        # FSDP2 frees the embeddings, the head and the last layer in backward, which did not happen.
-        for module in (model, *model.model.layers):
-            if is_sharded(module):
-                module.reshard()
+        free_gathered(model)
+
+
+def free_gathered(model: Decoder) -> None:
+    """After forwards without a backward, in which FSDP2 would free the embeddings, the head and the last layer."""
+    for module in (model, *model.model.layers):
+        if is_sharded(module):
+            module.reshard()

@@ -174,7 +174,7 @@ class Block(nn.Module):
         """The residual stream that leaves the layer; a LayerOutput of a layer that lends keys or has experts.
 
         input_BTP: what the layer is given of each token. lent: the keys and values of the layer whose ones it uses.
-        is_real_BT: which tokens are no padding, for the load of experts.
+        is_real_BT: which tokens are no padding, where the load of experts is counted.
         """
         norm_before = self.placement != "after"
         norm_after = self.placement in ("after", "both")
@@ -279,7 +279,7 @@ class Backbone(nn.Module):
         self.seed_layer: Callable[[int], None] | None = None
         self.embedding_noise = 0.0  # of NEFTune, in training
         self.exchange: SequenceExchange | None = None  # with ranks that share the sequences
-        # Of the layers with experts, in training: those of the last forward, until the decoder hands them on.
+        # Of the layers with experts: those of the last forward, until the decoder hands them on.
         self.loads: dict[int, RouterLoad] = {}
         # Whether the backward of embeddings adds to `.grad` itself, because autograd's gradient is as large as the
         # weight (`compiled_scores.RowsOf`). No hook sees that gradient: off where somebody waits for one.
@@ -307,6 +307,7 @@ class Backbone(nn.Module):
         documents_BT: Tensor | None,
         cache: Cache | None,
         borders: DocumentBorders | None = None,
+        is_real_BT: Tensor | None = None,
     ) -> Tensor:
         """The last hidden states [B, T, D], normed; where the forward ends before the head, `StageLink.send`'s 0."""
         # What depends on positions and documents alone is computed once, for all layers.
@@ -319,8 +320,7 @@ class Backbone(nn.Module):
         inputs_LBTP: Sequence[Tensor | None] = (None,) * self.config.num_layers
         lent_by_layer: dict[int, VisiblePast] = {}
         self.loads = {}
-        has_loads = self.training and self.config.experts is not None
-        is_real_BT = documents_BT >= 0 if has_loads and documents_BT is not None else None
+        counted = {} if is_real_BT is None else {"is_real_BT": is_real_BT}
         groups = range(len(stage.groups)) if self.group is None else (self.group,)
         for group in groups:
             # The residual stream begins with the embedded tokens, or comes from the stage before.
@@ -343,7 +343,7 @@ class Backbone(nn.Module):
                     layer_cache,
                     inputs_LBTP[layer],
                     None if block.kind.keys_of is None else lent_by_layer[block.kind.keys_of],
-                    is_real_BT,
+                    **({} if block.kind.experts is None else counted),
                 )
                 x_BTD = output
                 if isinstance(output, LayerOutput):
@@ -463,9 +463,7 @@ class Output(NamedTuple):
 
     # what the head made; where the forward ends before the head, the 0 of `StageLink.send`
     head: Tensor
-    # The model's own loss, such as that of a router: a mean over the micro-batch, already weighted.
-    auxiliary: Tensor | None = None
-    loads: Mapping[int, RouterLoad] = NO_LOADS  # of the layers with experts, in training
+    loads: Mapping[int, RouterLoad] = NO_LOADS  # of the layers with experts, where they are counted
 
 
 class Decoder(nn.Module):
@@ -545,15 +543,18 @@ class Decoder(nn.Module):
         borders: DocumentBorders | None = None,
         head: Head = ALL_LOGITS,
         cache: Cache | None = None,
+        is_real_BT: Tensor | None = None,
     ) -> Output:
         """`head` of the last hidden states: by default all logits [B, T, V].
 
         positions_BT: int64, counted from the start of each document (default: from the start of the row or the cache).
         documents_BT: int64, the document of each token in its sequence, from 0; padding is -1; masks attention. Where
         ranks share the sequences, those of all tokens, and positions those of this rank's. borders: of the documents,
-        where the caller knows them.
+        where the caller knows them. is_real_BT: bool, which of this rank's tokens are no padding: the loads of the
+        experts are counted over them, of native layers; None: not counted.
         """
-        last_BTD = self.model(tokens_BT, positions_BT, documents_BT, cache, borders)
+        counted = {} if is_real_BT is None else {"is_real_BT": is_real_BT}
+        last_BTD = self.model(tokens_BT, positions_BT, documents_BT, cache, borders, **counted)
         loads: Mapping[int, RouterLoad] = NO_LOADS
         if isinstance(self.model, Backbone):
             loads, self.model.loads = self.model.loads, {}

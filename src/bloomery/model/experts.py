@@ -70,6 +70,8 @@ class Router(nn.Module):
                 logits_NE = logits_NE + self.bias.to(logits_NE.dtype)
         scores_NE = logits_NE.sigmoid() if facts.scores == "sigmoid" else logits_NE.softmax(-1)
         experts_NK = self.chosen(scores_NE.detach())
+        if torch.is_grad_enabled():
+            experts_NK = _kept_choice(experts_NK)
         if facts.softmax_of_chosen:
             weights_NK = logits_NE.gather(1, experts_NK).softmax(-1)
         else:
@@ -191,7 +193,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = ExpertMLPs(config, experts, activation)
 
     def forward(self, x_BTD: Tensor, is_real_BT: Tensor | None) -> tuple[Tensor, RouterLoad | None]:
-        """[B, T, D], and in training the load of the experts; `is_real_BT`: no padding. None: every token is real."""
+        """[B, T, D], and the load of the experts over the tokens that are no padding; None where nobody asks for it."""
         x_ND = x_BTD.flatten(0, -2)
         choice: Choice = self.gate(x_ND)
         y_BTD: Tensor = self.experts(x_ND, choice).view_as(x_BTD)
@@ -200,26 +202,39 @@ class MixtureOfExperts(nn.Module):
             if self.shared_expert_gate is not None:
                 shared_BTD = shared_BTD * self.shared_expert_gate(x_BTD).sigmoid()
             y_BTD = y_BTD + shared_BTD
-        if not self.training:
-            return y_BTD, None
-        return y_BTD, load_of(choice, None if is_real_BT is None else is_real_BT.flatten())
+        return y_BTD, None if is_real_BT is None else load_of(choice, is_real_BT.flatten())
 
 
-def load_of(choice: Choice, is_real_N: Tensor | None) -> RouterLoad:
+def load_of(choice: Choice, is_real_N: Tensor) -> RouterLoad:
     """The sums of a layer over its real tokens. Probabilities of sigmoids are their shares of a token's sum."""
-    scores_NE = choice.scores_NE
-    probabilities_NE = scores_NE / scores_NE.sum(-1, keepdim=True)
-    logsums_N = choice.logits_NE.logsumexp(-1)
-    is_chosen_NE = torch.zeros_like(scores_NE).scatter_(1, choice.experts_NK, 1.0)
-    real_N = torch.ones_like(logsums_N) if is_real_N is None else is_real_N.to(logsums_N.dtype)
-    known_NE = probabilities_NE.detach()
-    return RouterLoad(
-        tokens=real_N.sum(),
-        counts_E=summed_by(real_N, is_chosen_NE),
-        scores_E=summed_by(real_N, probabilities_NE),
-        squares=real_N @ logsums_N.square(),
-        entropy=-(real_N @ torch.special.xlogy(known_NE, known_NE).sum(-1)),
-    )
+    # Half precision would round counts from 257 on.
+    with torch.autocast(is_real_N.device.type, enabled=False):
+        scores_NE = choice.scores_NE
+        probabilities_NE = scores_NE / scores_NE.sum(-1, keepdim=True)
+        logsums_N = choice.logits_NE.logsumexp(-1)
+        is_chosen_NE = torch.zeros_like(scores_NE).scatter_(1, choice.experts_NK, 1.0)
+        real_N = is_real_N.to(logsums_N.dtype)
+        known_NE = probabilities_NE.detach()
+        return RouterLoad(
+            tokens=real_N.sum(),
+            counts_E=summed_by(real_N, is_chosen_NE),
+            scores_E=summed_by(real_N, probabilities_NE),
+            squares=real_N.dot(logsums_N.square()),
+            entropy=-real_N.dot(torch.special.xlogy(known_NE, known_NE).sum(-1)),
+        )
+
+
+@torch.library.custom_op("bloomery::kept_choice", mutates_args=())
+def _kept_choice(experts_NK: Tensor) -> Tensor:
+    """A copy, which activation checkpointing keeps (`parallel.apply`): a recomputation whose scores are rounded in
+    another way would send a token to other experts than the forward did, and the gradient would be of neither.
+    """
+    return experts_NK.clone()
+
+
+@_kept_choice.register_fake
+def _kept_choice_fake(experts_NK: Tensor) -> Tensor:
+    return torch.empty_like(experts_NK)
 
 
 def summed_by(weights_N: Tensor, values_NE: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import (
 )
 
 from bloomery.facts.attention import BACKENDS
-from bloomery.model.decoder import Decoder
+from bloomery.model.decoder import Block, Decoder
 from bloomery.model.mixers.recomputed import is_inside_recomputed
 from bloomery.parallel.offload import offload_activations
 from bloomery.plan.types import TrainPlan
@@ -48,6 +48,8 @@ def checkpoint_block(block: nn.Module, mode: str, *, index: int) -> None:
     if mode.startswith("every-") and index % int(mode.removeprefix("every-")) != 0:
         return
     settings = {"context_fn": selective_contexts} if mode == "selective" else {}
+    if mode != "selective" and isinstance(block, Block) and block.kind.experts is not None:
+        settings = {"context_fn": choice_contexts}
     block.forward = partial(_checkpointed, block.forward, settings)
 
 
@@ -61,6 +63,18 @@ def _checkpointed(forward: _Forward, settings: dict[str, Any], *args: Any, **kwa
 def selective_contexts() -> Any:
     """The `context_fn` of torch.utils.checkpoint for `selective`."""
     return create_selective_checkpoint_contexts(_selective_policy)
+
+
+def choice_contexts() -> Any:
+    """The `context_fn` of `full` for a layer with experts: all is recomputed, but each token keeps its experts."""
+    return create_selective_checkpoint_contexts(_choice_policy)
+
+
+def _choice_policy(
+    _context: object, operation: object, *_args: object, **_kwargs: object
+) -> CheckpointPolicy:
+    is_choice = operation is torch.ops.bloomery.kept_choice.default
+    return CheckpointPolicy.MUST_SAVE if is_choice else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _selective_policy(

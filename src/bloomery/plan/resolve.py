@@ -45,6 +45,7 @@ from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import ReferencePlace, StepShape
 from bloomery.plan.gather import Facts, fetch, gather
 from bloomery.plan.learning_rates import with_usual_values
+from bloomery.plan.routers import counts_first, router_choices, router_plan
 from bloomery.plan.types import (
     LAZY_CONNECTIONS,
     CheckpointPlan,
@@ -150,11 +151,7 @@ def resolve(loaded_recipe: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: 
             min_steps=settings.min_steps,
             tokens_per_step=step.tokens.value,
             micro_batch_size=micro_batching.micro_batch_size.value,
-            accumulation=(
-                layout.accumulation
-                if layout
-                else scale.sequences_per_step // micro_batching.micro_batch_size.value
-            ),
+            accumulation=step.accumulation,
             empty_sequences=layout.sequences - scale.sequences_per_step if layout else 0,
             precision=cast(Precision, step.precision.value),
             compile=step.compiled.value,
@@ -162,6 +159,7 @@ def resolve(loaded_recipe: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: 
             max_grad_norm=settings.max_grad_norm,
             neftune_alpha=settings.neftune_alpha,
             ema_decay=settings.ema_decay,
+            router=router_plan(recipe, config),
             seed=settings.seed,
             deterministic=choose_deterministic(recipe, profile).value,
             threads=max(1, threads(facts.machine) // gpus),  # the ranks of a host share its cores
@@ -231,6 +229,13 @@ class _Step:
         return self.micro_batching.memory
 
     @property
+    def accumulation(self) -> int:
+        """Micro-batches per step and device."""
+        if self.parallel is not None:
+            return self.parallel.layout.accumulation
+        return self.scale.sequences_per_step // self.micro_batching.micro_batch_size.value
+
+    @property
     def trained_tokens(self) -> float:
         return self.tokens.value if self.rollout is None else self.rollout.tokens_per_step
 
@@ -295,7 +300,12 @@ def _choose_step(
     )
     scale = lengths.scale_of(train.length, length, dataset, tokens.value)
     compiled = _compiled(recipe, facts, estimator, shape, scale)
-    shape = replace(shape, compiled=compiled.value, reference=reference)
+    shape = replace(
+        shape,
+        compiled=compiled.value,
+        reference=reference,
+        counts_first=counts_first(recipe, config),
+    )
 
     def choose_layout(
         sequences: int,
@@ -540,6 +550,7 @@ def _decisions(
             recipe, facts.model, known_vocabulary=facts.known_vocabulary, added=facts.new_tokens
         ),
         *objective_choices(recipe, facts.dataset, facts.teacher, step.reference),
+        *router_choices(recipe, config, accumulation=step.accumulation),
         *optimizer_choices.items(),
         *arithmetic_choices(recipe, facts.model, precision=step.precision.value),
         *optimizer_memory_choices(recipe, accelerator=on_gpu, precision=step.precision.value),

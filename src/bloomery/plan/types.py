@@ -187,6 +187,20 @@ LAZY_CONNECTIONS = "TORCH_GLOO_LAZY_INIT"
 LAZY_RANKS = 64
 
 
+class RouterPlan(PlanPart):
+    """How the experts of a mixture are balanced; 0: not in that way.
+
+    `loss`: the coefficient of the loss that evens the load of experts, whose counts are of the whole step, or of each
+    micro-batch. `z_loss`: that of the squared logsumexp of the router's logits. `bias_update`: by how much the bias
+    of an expert's choice moves after each step.
+    """
+
+    loss: NotNegative = 0.0
+    z_loss: NotNegative = 0.0
+    bias_update: NotNegative = 0.0
+    counts: Literal["step", "micro_batch"] = "step"
+
+
 class TrainPlan(PlanPart):
     """`steps` is None for a wall-time length, which sets `seconds`, and while the dataset is not counted."""
 
@@ -209,6 +223,7 @@ class TrainPlan(PlanPart):
     offload_activations: bool = False
     neftune_alpha: float | None = None
     ema_decay: float | None = None
+    router: RouterPlan | None = None  # of a mixture of experts
     replicate: PositiveInt = 1  # copies of the model, each on `shard` ranks
     shard: PositiveInt = 1  # ranks that share one copy of weights, gradients and states (FSDP2)
     pipeline: PositiveInt = 1  # stages of a pipeline, each of `replicate` x `shard` ranks

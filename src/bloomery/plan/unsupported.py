@@ -32,6 +32,7 @@ from bloomery.model.configs import CONTEXT_KEYS
 from bloomery.plan.choices import refuse_transformers_misfits
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.reward_code import refuse_missing_function, refuse_missing_plugin
+from bloomery.plan.routers import refuse_router
 from bloomery.plan.stages import refuse_schedule
 from bloomery.plan.types import DatasetFacts
 from bloomery.recipe.objectives import Rollouts
@@ -98,6 +99,7 @@ def refuse_settings(recipe: Recipe, config: ModelConfig, *, steps: int | None) -
             fix="leave it out, or set model.implementation=native",
             code=2,
         )
+    refuse_router(recipe, config)
     if isinstance(recipe.adapter, Peft):
         method_settings(recipe.adapter, config, steps=steps)
 

@@ -77,6 +77,7 @@ def swift(draft: Draft) -> None:
     else:
         has_validation = validation_size(draft, "split_dataset_ratio")
     draft.set_default("data.validation", "0%")
+    draft.set_default("router.loss", "none", reason="of ms-swift without router_aux_loss_coef")
     if kind in ("sft", "distill"):
         _loss_tokens(draft)
     is_packed = draft.is_on("packing") and kind in ("sft", "pretrain")

@@ -397,6 +397,31 @@ class Quantize(Section):
     double_quant: bool = key(True, "nf4: quantize the scales, too (arXiv:2305.14314).")
 
 
+class RouterSection(Section):
+    """What evens the load of the experts of a mixture. Without a loss or a bias a few experts may take all tokens."""
+
+    loss: Literal["auto", "none"] | NonNegativeFloat = key(
+        "auto",
+        "Coefficient of the load balancing loss; auto: the model config's, none with a frozen router.",
+        0.001,
+    )
+    z_loss: PositiveOrNone = key(
+        None,
+        "Coefficient of the router z-loss, which keeps its logits small; none or null: no loss.",
+        0.001,
+    )
+    bias_update: PositiveOrNone = key(
+        None,
+        "Step of the biases that even the load without a loss (arXiv:2408.15664), of models with such biases.",
+        0.001,
+    )
+    counts: Literal["step", "micro_batch"] = key(
+        "step",
+        "Load that the loss evens: of the whole step, which takes one more forward with gradient accumulation,"
+        " or of each micro-batch.",
+    )
+
+
 class Wsd(Section):
     """Warmup, stable, decay: `decay` is the length of the last part, `min_lr_ratio` where it ends, of the rate."""
 
@@ -695,6 +720,7 @@ class Recipe(Section):
     optimizer: OptimizerSection = key(
         OptimizerSection(), "The optimizer and its learning rate schedule."
     )
+    router: RouterSection = key(RouterSection(), "Balance of the experts of a mixture.")
     train: Train = key(Train(), "Length, batch, precision and memory of training.")
     parallel: Parallel = key(Parallel(), "Layout on several devices.")
     checkpoint: Checkpoint = key(Checkpoint(), "Saving.")

@@ -4,14 +4,15 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bloomery.core.device import seed_generators, sent
 from bloomery.data.batch import Batch
 from bloomery.data.order import mix
-from bloomery.infer.forward import forward, has_dropout, to_device
+from bloomery.infer.forward import forward, free_gathered, has_dropout, to_device
 from bloomery.model.adapters.peft_methods import PeftAdapter
 from bloomery.model.decoder import Backbone, Decoder
 from bloomery.model.io.parameters import is_split, local
@@ -21,11 +22,14 @@ from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.parallel.pipeline import StageParameters
 from bloomery.plan.pipeline import order
 from bloomery.plan.types import TrainPlan
+from bloomery.train.balance import Loads, StepBalance, step_balance
 from bloomery.train.diagnostics.step_health import HealthCheck
 from bloomery.train.objectives.build import Objective
 from bloomery.train.objectives.losses import LARGEST, LEAST, LossParts, joined_metrics
 from bloomery.train.optim.average import WeightAverage
 from bloomery.train.optim.build import OptimizersContainer
+
+LOADS = "loads"  # among the sums of metrics: those of `StepLoad`
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,8 @@ class StepResult:
     overflowed: bool = False
     loss_tokens: int = 0
     metrics: dict[str, float] = field(default_factory=dict)  # finite means over the step
+    # By layer with experts, where asked for: the load of each relative to an even one.
+    expert_load: dict[int, list[float]] = field(default_factory=dict)
     fused_backward: bool = False
 
     @property
@@ -103,7 +109,7 @@ class StepPasses:
     lr_scale: float
     scale_factor: float  # of float16 gradients; 1 otherwise
     num_targets: float  # of the whole step
-    num_micro_batches: int  # of the whole step, on all data ranks
+    balance: StepBalance | None = None  # of the experts of a mixture
     # The norm over all gradients, measured by an optimizer that is fused into backward: it frees them as it goes.
     fused_norm: float | None = None
 
@@ -117,18 +123,36 @@ class StepPasses:
         Dropout is keyed by the run's seed, the step's first sequence, micro-batch, data rank and layer, so that no
         generator state is part of a run, and no mask depends on the stages of a pipeline.
         """
+        self._seed_dropout(number)
+        parts = compute_loss(
+            self.model_and_optimizer.model,
+            to_device(batch, self.device),
+            self.objective,
+            precision=self.plan.precision,
+            counts_loads=self.balance is not None,
+        )
+        if self.balance is not None:
+            self.balance.note(parts.loads)
+        return parts
+
+    def loads_of(self, number: int, batch: Batch) -> Loads:
+        """The loads of the step's `number`-th micro-batch, as `forward` will have them; no head runs."""
+        self._seed_dropout(number)
+        return forward(
+            self.model_and_optimizer.model,
+            to_device(batch, self.device),
+            _no_head,
+            precision=self.plan.precision,
+            counts_loads=True,
+        ).loads
+
+    def _seed_dropout(self, number: int) -> None:
         model = self.model_and_optimizer.model
         data_rank = self.model_and_optimizer.mesh.data_rank
         key = mix(self.plan.seed, self.position, number, data_rank)
         self._seed_generators(key)
         if self.model_and_optimizer.has_dropout and isinstance(model.model, Backbone):
             model.model.seed_layer = lambda layer: self._seed_generators(mix(key, layer))
-        return compute_loss(
-            model,
-            to_device(batch, self.device),
-            self.objective,
-            precision=self.plan.precision,
-        )
 
     def _seed_generators(self, key: int) -> None:
         seed = key >> 1  # a generator takes 63 bits
@@ -137,12 +161,10 @@ class StepPasses:
     def backward(self, parts: LossParts) -> None:
         """Add the gradient of the step's mean loss; with a fused optimizer, also update the weights."""
         scaled_loss = parts.total * (self.scale_factor / self.num_targets)
-        # The auxiliary loss is the model's own (a router's balance): a mean over its micro-batch, whatever the
-        # objective counts, and no part of the reported loss.
-        if parts.auxiliary is not None:
-            scaled_loss = scaled_loss + parts.auxiliary * (
-                self.scale_factor / self.num_micro_batches
-            )
+        # The losses of routers are no part of the reported loss.
+        auxiliary = None if self.balance is None else self.balance.auxiliary(parts.loads)
+        if auxiliary is not None:
+            scaled_loss = scaled_loss + auxiliary * self.scale_factor
         if self.model_and_optimizer.optimizer.fused_backward:
             assert self.fused_norm is None, "the plan refuses gradient accumulation with it"
             self.fused_norm = self._fused_backward(scaled_loss)
@@ -169,21 +191,33 @@ class StepPasses:
         return norm
 
 
+def _no_head(hidden_BTD: Tensor, output: nn.Linear, softcap: float | None) -> Tensor:
+    """In place of a head, where the layers alone are asked."""
+    del output, softcap
+    return hidden_BTD.new_zeros(())
+
+
 def compute_loss(
-    model: Decoder, batch: Batch, objective: Objective, *, precision: str
+    model: Decoder,
+    batch: Batch,
+    objective: Objective,
+    *,
+    precision: str,
+    counts_loads: bool = False,
 ) -> LossParts:
     """Forward of one micro-batch on the model's device.
 
     A stage without the head has no loss: its sums are zeros, and backward through `total` goes through its layers.
     """
-    output = forward(model, batch, objective.head(batch), precision=precision)
+    head = objective.head(batch)
+    output = forward(model, batch, head, precision=precision, counts_loads=counts_loads)
     if model.ends_here:
-        return objective.loss(output.head, batch)._replace(auxiliary=output.auxiliary)
+        return objective.loss(output.head, batch)._replace(loads=output.loads)
     # The loss of no scores at all has the names of the metrics, which every rank needs for their sum.
     names = objective.loss(torch.zeros_like(batch.loss_mask), batch).metrics
     zero = output.head.new_zeros(())
     metrics = {name: zero.new_zeros(2) for name in names}
-    return LossParts(output.head, zero, metrics, output.auxiliary)
+    return LossParts(output.head, zero, metrics, output.loads)
 
 
 def train_step(
@@ -194,13 +228,15 @@ def train_step(
     plan: TrainPlan,
     lr_scale: float,
     position: int = 0,
+    reports_experts: bool = False,
 ) -> StepResult:
     """Take one step at `lr_scale` times the peak learning rate.
 
     A non-finite step changes neither weights nor states, unless the optimizer is fused into backward: then those of
-    the last layers (`StepResult.ending`). `position`: the first sequence of the step. The host waits for the device
-    once, for loss and norm; the update then runs while the host continues. An optimizer that is fused into backward
-    makes it wait twice more: before backward, which updates weights, and for the norm after it.
+    the last layers (`StepResult.ending`). `position`: the first sequence of the step. `reports_experts`: the load of
+    each expert in each layer. The host waits for the device once, for loss and norm; the update then runs while the
+    host continues. An optimizer that is fused into backward makes it wait twice more: before backward, which updates
+    weights, and for the norm after it.
     """
     model = model_and_optimizer.model
     optimizer = model_and_optimizer.optimizer
@@ -212,17 +248,22 @@ def train_step(
     # by this count before its backward: gradient accumulation then gives the gradient of one large batch. All stages
     # of a pipeline read the same batches: those of the last one count.
     counted_batches = batches if mesh.last_stage else ()
-    loss_tokens, num_targets = mesh.all_reduce_sum(
+    loss_tokens, num_targets, num_tokens, num_micro_batches = mesh.all_reduce_sum(
         sum(float(batch.loss_mask.sum()) for batch in counted_batches),
         sum(objective.count(batch) for batch in counted_batches),
+        sum(float((batch.documents >= 0).sum()) for batch in counted_batches),
+        len(counted_batches),
     )
     num_targets = max(1.0, num_targets)  # every label may be masked: the loss is then 0
 
     # 2. Forward and backward of each micro-batch. An objective may need a pass over all of them first, without
-    # gradients: reference scores, the KL term of KTO.
+    # gradients: reference scores, the KL term of KTO; so may the loss that evens the load of experts.
     if objective.before is not None:
         batches = objective.before(model, batches)
     scale_factor = 1.0 if loss_scale is None else loss_scale.value
+    balance = step_balance(
+        plan.router, model, mesh, num_tokens=num_tokens, num_micro_batches=round(num_micro_batches)
+    )
     passes = StepPasses(
         model_and_optimizer,
         objective,
@@ -231,8 +272,11 @@ def train_step(
         lr_scale=lr_scale,
         scale_factor=scale_factor,
         num_targets=num_targets,
-        num_micro_batches=len(batches) * mesh.data_world,
+        balance=balance,
     )
+    if balance is not None and balance.counts_first(len(batches)):
+        balance.count([partial(passes.loads_of, *numbered) for numbered in enumerate(batches)])
+        free_gathered(model)
     total, metric_sums = run_micro_batches(batches, passes)
     if peft_adapter is not None and (penalty := peft_adapter.penalty()) is not None:
         # Once per step and no part of the reported loss; the sum over data ranks makes it whole.
@@ -253,17 +297,25 @@ def train_step(
         norm = global_norm(gradients, mesh, stage_parameters) / scale_factor
     else:  # the host has it, as a float32 norm like any other
         norm = torch.tensor(passes.fused_norm, dtype=torch.float32)
+    if balance is not None:
+        metric_sums |= {LOADS: balance.sums}
     total, metric_sums = all_reduce_losses(total, metric_sums, mesh)
+    load = None if balance is None else balance.load_of(metric_sums.pop(LOADS))
 
     # The one time that the host waits for the device. A metric is a tensor of its sum and its count; without any count
     # (in KTO: no desirable response) its mean is NaN, and it is left out.
-    metric_means = [metric_sum[0] / metric_sum[1] for metric_sum in metric_sums.values()]
-    on_device = [total / num_targets, *metric_means]
+    metric_means = {name: sums[0] / sums[1] for name, sums in metric_sums.items()}
+    details = total.new_zeros(0)
+    if balance is not None and load is not None:
+        metric_means |= load.metrics(has_z_loss=balance.plan.z_loss > 0)
+        details = load.ratios_LE.flatten() if reports_experts else details
+    on_device = torch.cat([torch.stack([total / num_targets, *metric_means.values()]), details])
     if norm.device == total.device:
-        loss, *metrics, grad_norm = torch.stack([*on_device, norm]).tolist()
+        *values, grad_norm = torch.cat([on_device, norm.reshape(1)]).tolist()
     else:
-        loss, *metrics = torch.stack(on_device).tolist()
+        values = on_device.tolist()
         grad_norm = norm.item()
+    loss, *metrics = values[: 1 + len(metric_means)]
     result = StepResult(
         loss,
         grad_norm,
@@ -271,9 +323,10 @@ def train_step(
         loss_tokens=round(loss_tokens),
         metrics={
             name: metric
-            for name, metric in zip(metric_sums, metrics, strict=True)
+            for name, metric in zip(metric_means, metrics, strict=True)
             if math.isfinite(metric)
         },
+        expert_load={} if balance is None else balance.by_layer(values[1 + len(metric_means) :]),
         fused_backward=optimizer.fused_backward,
     )
 
@@ -288,6 +341,8 @@ def train_step(
         if peft_adapter is not None:
             peft_adapter.after_update()
         model_and_optimizer.updating = False
+    if result.taken and balance is not None and load is not None and balance.plan.bias_update:
+        balance.update_biases(model, load)
     if result.taken and model_and_optimizer.average is not None:
         model_and_optimizer.average.update()
 

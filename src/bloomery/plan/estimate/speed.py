@@ -297,16 +297,18 @@ def work_of(
     recomputed = recomputed or recompute(step)
     loss = loss or ("kept" if keeps_logits(step) else "chunked")
     micro_batches = tokens / step.tokens_per_micro_batch
+    counting_forwards = int(step.counts_first and micro_batches > 1)
 
     # FLOPs per token.
     products = product_flops(step, recomputed, chunked=loss == "chunked")
+    products += counting_forwards * 2.0 * sum(layer.layer.active_products for layer in model.layers)
     attention_backward = QUADRATIC_BACKWARD if keeps_scores(step) else FLASH_BACKWARD
-    attention_forwards = 1 + step.extra_forwards + recomputed.attention
+    attention_forwards = 1 + step.extra_forwards + counting_forwards + recomputed.attention
     attention = sum(model.by_layer(lambda layer: attention_flops(step, layer))) * (
         attention_forwards + attention_backward
     )
 
-    rule_forwards = 1 + step.extra_forwards + recomputed.rules
+    rule_forwards = 1 + step.extra_forwards + counting_forwards + recomputed.rules
     rules = sum(model.by_layer(lambda layer: rule_flops(step, layer))) * (
         rule_forwards + RULE_BACKWARD
     )
@@ -326,6 +328,7 @@ def work_of(
         logit_bytes = LOSS[loss][int(traffic_step.compiled)] * step.head_outputs * step.loss_share
     between = layer_bytes * (1 + recomputed.between / 3) + logit_bytes
     between = between * (1 + step.extra_forwards / 3) * tokens
+    between += layer_bytes * counting_forwards / 3 * tokens
     between += (_cast_bytes(step) + _dequantize_bytes(step, recomputed)) * micro_batches
     between += _expert_bytes(step, recomputed) * micro_batches
 
@@ -345,7 +348,8 @@ def work_of(
         launches=kernels * micro_batches if step.on_gpu else 0.0,
         operators=0.0
         if step.on_gpu
-        else operators_of_micro_batch(step, recomputed=recomputed.between) * micro_batches,
+        else operators_of_micro_batch(step, recomputed=recomputed.between + counting_forwards)
+        * micro_batches,
         update_products=0.0
         if step.on_gpu
         else OPTIMIZERS[step.optimizer].update_flops(model.layer_matrices),

@@ -33,6 +33,8 @@ class StepShape:
     offload_activations: bool = False
     teacher: ModelConfig | None = None  # of distillation
     extra_forwards: int = 0  # of the reference model
+    # A step of several micro-batches begins with a forward of the layers that counts the load of experts.
+    counts_first: bool = False
     reference: ReferencePlace = "none"  # where a frozen copy of the start is
     loss_share: float = 1.0  # loss tokens over all tokens: for time; memory assumes all
 

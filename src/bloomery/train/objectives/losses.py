@@ -13,6 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bloomery.model.decoder import NO_LOADS
+from bloomery.model.experts import RouterLoad
+
 NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 
 
@@ -27,8 +30,8 @@ class LossParts(NamedTuple):
     total: Tensor
     count: Tensor  # type: ignore[assignment]  # loss tokens, pairs or responses; hides tuple.count
     metrics: Mapping[str, Tensor] = NOTHING  # by name [2]: sum and count
-    # That of the decoder's Output, no part of the reported loss.
-    auxiliary: Tensor | None = None
+    # Of the experts that the micro-batch met, where they are counted.
+    loads: Mapping[int, RouterLoad] = NO_LOADS
 
 
 def next_token_loss(scores_BT: Tensor, loss_mask_BT: Tensor) -> LossParts:
