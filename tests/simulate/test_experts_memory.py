@@ -4,6 +4,7 @@ import pytest
 from steps_for_tests import counted, measured, simulated, small_plan, some
 
 ATTENTION = {"kind": "lora", "rank": 8, "target_modules": ["q_proj", "o_proj"]}
+EVERY = {"kind": "lora", "rank": 8, "target_modules": ["all-linear"]}
 SIZES = {
     "num_layers": 3,
     "hidden_size": 128,
@@ -19,6 +20,12 @@ CASES = {
     "frozen, recomputed": {
         "precision": "bfloat16",
         "adapter": ATTENTION,
+        "activation_checkpointing": "full",
+    },
+    "LoRA": {"precision": "bfloat16", "adapter": EVERY},
+    "LoRA, recomputed": {
+        "precision": "bfloat16",
+        "adapter": EVERY,
         "activation_checkpointing": "full",
     },
     "many experts": {

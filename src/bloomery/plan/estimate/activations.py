@@ -280,11 +280,16 @@ def _mlp_bytes(step: StepShape, layer: TrainedLayer) -> float:
     mixture = layer.layer.experts
     if mixture is None:
         return _dense_mlp_bytes(step, layer, layer.layer.intermediate_size)
-    keeps_input = not step.mode.frozen or any(".experts.gate_up" in name for name in layer.adapter)
-    keeps_inner = not step.mode.frozen or any(".experts.down" in name for name in layer.adapter)
+    gate_up_rank, down_rank = (
+        layer.adapter_rank(f"mlp.experts.{stack}") for stack in ("gate_up_proj", "down_proj")
+    )
+    keeps_input = not step.mode.frozen or gate_up_rank > 0
+    keeps_inner = not step.mode.frozen or down_rank > 0
     kept_bytes = experts.kept_bytes_per_token(
         step, layer.layer, mixture, keeps_input=keeps_input, keeps_inner=keeps_inner
     )
+    # Of each pair, what is between the two matrices of an adapter.
+    kept_bytes += step.element_bytes * mixture.per_token * (gate_up_rank + down_rank)
     if mixture.shared_width:
         kept_bytes += _dense_mlp_bytes(step, layer, mixture.shared_width)
         if keeps_input:  # one tensor is kept for both
