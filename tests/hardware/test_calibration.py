@@ -11,7 +11,6 @@ from bloomery.hardware import cpu_check
 from bloomery.hardware.calibration import (
     OWN,
     Calibration,
-    Point,
     calibrations,
     contributed,
     device_of,
@@ -20,19 +19,8 @@ from bloomery.hardware.calibration import (
 )
 from bloomery.hardware.cpu_check import with_cpu_check, with_known_check
 from bloomery.hardware.machine import Accelerator, CpuCheck, Host, Machine, Probe, Software
+from points_for_tests import POINT
 
-POINT = Point(
-    sequence_length=128,
-    micro_batch_size=4,
-    accumulation=2,
-    precision="bfloat16",
-    attention="mask",
-    compiled=False,
-    activation_checkpointing="none",
-    optimizer="adamw",
-    tokens_per_second=1000.0,
-    peak_gib=0.5,
-)
 RX = Accelerator(
     index=0, vendor="amd", name="AMD Radeon RX 6700 XT", arch="gfx1031", memory_bytes=12 * 2**30
 )

@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 from safetensors.torch import save_file
+from tiny_models import SMALL as SIZES
 from tiny_models import tokens
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -15,18 +16,6 @@ from bloomery.facts.families import FAMILIES
 from bloomery.facts.hf_config import unread_keys
 from bloomery.model.io.weights import load_decoder, model_state, write_model
 
-SIZES = dict(
-    vocab_size=131,
-    hidden_size=48,
-    intermediate_size=80,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-    bos_token_id=1,
-    eos_token_id=2,
-    pad_token_id=0,
-)
 SMALL = {name: dict(SIZES) for name in FAMILIES}
 SMALL["gpt2"] = dict(vocab_size=131, n_embd=48, n_layer=3, n_head=4, n_positions=64)
 for name in (

@@ -4,6 +4,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
+import points_for_tests
 from bloomery.core.units import GIB
 from bloomery.facts.config import ModelConfig
 from bloomery.hardware.calibration import OWN, Calibration, Point
@@ -35,18 +36,7 @@ LOAD = StepShape(
     context_bytes=0.0,
     on_gpu=False,
 )
-POINT = Point(
-    sequence_length=128,
-    micro_batch_size=4,
-    accumulation=2,
-    precision="bfloat16",
-    attention="mask",
-    compiled=False,
-    activation_checkpointing="none",
-    optimizer="adamw",
-    tokens_per_second=512.0,
-    peak_gib=0.5,
-)
+POINT = points_for_tests.POINT.model_copy(update={"tokens_per_second": 512.0})
 PARTS = {
     "matmul": Estimate(value=3.0, low=1.0, high=9.0, origin="table"),
     "attention": Estimate(value=1.0, low=0.5, high=2.0, origin="table"),

@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
+import runs_for_tests
 from bloomery.core.errors import UserError
 from bloomery.hardware.machine import Accelerator, Host, Machine, Software
 from bloomery.monitor.events import (
@@ -19,7 +20,6 @@ from bloomery.monitor.events import (
     RunEnded,
     RunStarted,
     Sampled,
-    StepDone,
     Warned,
 )
 from bloomery.report import Bars, write_report
@@ -46,11 +46,6 @@ VOID = {"meta", "br", "hr"}
 
 def step_done(step, loss=2.0, time=None, **changes):
     figures = {
-        "step": step,
-        "time": float(step) if time is None else time,
-        "loss": loss,
-        "learning_rate": 1e-3,
-        "grad_norm": None if loss is None else 1.0,
         "tokens": step * 1000,
         "tokens_per_second": 500.0,
         "sequences_per_second": 1.0,
@@ -58,7 +53,7 @@ def step_done(step, loss=2.0, time=None, **changes):
         "data_wait_seconds": 0.1,
         "memory_gib": 3.5,
     }
-    return StepDone(**{**figures, **changes})
+    return runs_for_tests.step_done(step, loss, time, **(figures | changes))
 
 
 def exam(step, perplexity):

@@ -11,10 +11,13 @@ from safetensors.torch import load_file
 
 from bloomery.check.run_start import checked_plan
 from bloomery.data.prepare.prepare import prepare
+from bloomery.data.tokenizer.tokenizer import load_tokenizer
+from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import StepDone, Warned
 from bloomery.recipe.load import load_recipe
 from bloomery.train.loop import run
 from bloomery.train.run_clock import Timer
+from ranks import losses, train
 
 RECIPE = """
 model: {preset: go-coder-tiny}
@@ -106,6 +109,31 @@ def resumed_bitwise(plan, folder: Path) -> Run:
     assert first.losses() | second.losses() == whole.losses()
     assert_same_tensors(second.tensors(5), whole.tensors(5))
     return whole
+
+
+def assert_resumes_bitwise(plan, folder: Path) -> list[Path]:
+    """A run of four steps, also over ranks, has the bits of one that stopped after two. Its last files of tensors."""
+    whole = train(plan, folder / "whole")
+    train(plan, folder / "stopped", stop_after=2)
+    train(
+        plan, folder / "stopped", resume_from=folder / "stopped" / "checkpoints" / "step-00000002"
+    )
+    assert losses(whole)[4] < losses(whole)[1]
+    files, resumed_files = (
+        sorted((folder / run / "checkpoints" / "step-00000004").rglob("*.safetensors"))
+        for run in ("whole", "stopped")
+    )
+    assert files and len(files) == len(resumed_files)
+    for file, resumed_file in zip(files, resumed_files, strict=True):
+        assert_same_tensors(load_file(file), load_file(resumed_file))
+    return files
+
+
+def saved_base(config, prepared: Path, folder: Path) -> Path:
+    """The folder, with a model of random weights and the tokenizer of the prepared dataset."""
+    write_model(model_state(fresh_decoder(config, seed=3)), config, folder)
+    load_tokenizer(prepared).save(folder)
+    return folder
 
 
 def crossed(*axes: Mapping[str, object], quick: str) -> list:

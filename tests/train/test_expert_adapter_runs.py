@@ -5,17 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 from plans_for_tests import tiny_plan
-from runs_of_the_loop import assert_same_tensors
+from runs_of_the_loop import assert_resumes_bitwise, saved_base
 from safetensors.torch import load_file
 from structured_runs import write_answers
 from test_expert_ranks import mixture
 from test_optimizers import PLAN
 from torch.testing import assert_close
 
-from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.adapters.lora import adapt, init_adapters
 from bloomery.model.decoder import Decoder
-from bloomery.model.io.weights import fresh_decoder, model_state, write_model
+from bloomery.model.io.weights import fresh_decoder
 from bloomery.parallel.apply import checkpoint_block
 from bloomery.plan.estimate.mode import mode_of
 from bloomery.plan.estimate.states import TrainedModel
@@ -31,10 +30,7 @@ TOKENS = torch.randint(3, 512, (2, 40), generator=torch.Generator().manual_seed(
 
 @pytest.fixture(scope="module")
 def base(prepared, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("base")
-    write_model(model_state(fresh_decoder(MIXTURE, seed=3)), MIXTURE, folder)
-    load_tokenizer(prepared).save(folder)
-    return folder
+    return saved_base(MIXTURE, prepared, tmp_path_factory.mktemp("base"))
 
 
 def plan_of(data: Path, base: Path, *, steps: int = 4, **fields):
@@ -86,16 +82,7 @@ def test_ranks_train_as_one_rank(prepared, base, tmp_path) -> None:
 
 def test_a_resumed_run_is_bitwise_the_undisturbed_one(prepared, base, tmp_path) -> None:
     plan = plan_of(prepared, base)
-    whole = train(plan, tmp_path / "whole")
-    folder = tmp_path / "stopped"
-    train(plan, folder, stop_after=2)
-    train(plan, folder, resume_from=folder / "checkpoints" / "step-00000002")
-    assert losses(whole)[4] < losses(whole)[1]
-    last = Path("checkpoints") / "step-00000004"
-    states = [sorted((run / last).rglob("*.safetensors")) for run in (tmp_path / "whole", folder)]
-    assert states[0] and len(states[0]) == len(states[1])
-    for file, other in zip(*states, strict=True):
-        assert_same_tensors(load_file(file), load_file(other))
+    assert_resumes_bitwise(plan, tmp_path)
 
 
 def test_preferences_are_learned_against_the_base(prepared, base, tmp_path) -> None:

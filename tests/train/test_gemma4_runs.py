@@ -5,16 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 from plans_for_tests import sharing_config, tiny_plan
-from runs_of_the_loop import assert_same_tensors
+from runs_of_the_loop import assert_resumes_bitwise, saved_base
 from safetensors.torch import load_file
 from structured_runs import write_answers
 from test_ranks_features import write_prompts
 from torch.testing import assert_close
 
 from bloomery.core.errors import UserError
-from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.decoder import Decoder
-from bloomery.model.io.weights import fresh_decoder, model_state, write_model
+from bloomery.model.io.weights import fresh_decoder
 from bloomery.parallel.apply import checkpoint_block
 from bloomery.plan.unsupported import refuse_unsupported
 from bloomery.recipe.objectives import Grpo, Preference
@@ -29,10 +28,7 @@ TOKENS = torch.randint(3, 512, (2, 40), generator=torch.Generator().manual_seed(
 
 @pytest.fixture(scope="module")
 def base(prepared, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("base")
-    write_model(model_state(fresh_decoder(E2B, seed=3)), E2B, folder)
-    load_tokenizer(prepared).save(folder)
-    return folder
+    return saved_base(E2B, prepared, tmp_path_factory.mktemp("base"))
 
 
 def plan_of(data: Path, *, steps: int = 4, source: Path | None = None, **fields):
@@ -85,18 +81,9 @@ def test_a_resumed_run_is_bitwise_the_undisturbed_one(prepared, base, tmp_path, 
         "nf4": {"adapter": DORA, "source": base, "quantize": Quantize(kind="nf4")},
     }[case]
     plan = plan_of(prepared, **fields)
-    whole = train(plan, tmp_path / "whole")
-    folder = tmp_path / "stopped"
-    train(plan, folder, stop_after=2)
-    train(plan, folder, resume_from=folder / "checkpoints" / "step-00000002")
-    assert losses(whole)[4] < losses(whole)[1]
-    last = Path("checkpoints") / "step-00000004"
-    states = [sorted((run / last).rglob("*.safetensors")) for run in (tmp_path / "whole", folder)]
-    assert states[0] and len(states[0]) == len(states[1])
-    for file, other in zip(*states, strict=True):
-        assert_same_tensors(load_file(file), load_file(other))
+    files = assert_resumes_bitwise(plan, tmp_path)
     if case == "full":
-        scalars = [tensor for name, tensor in load_file(states[0][0]).items() if "scalar" in name]
+        scalars = [tensor for name, tensor in load_file(files[0]).items() if "scalar" in name]
         assert all(torch.equal(tensor, torch.ones(1)) for tensor in scalars), "nothing trains them"
 
 

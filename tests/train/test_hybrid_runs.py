@@ -4,13 +4,10 @@ from pathlib import Path
 
 import pytest
 from plans_for_tests import tiny_config, tiny_plan
-from runs_of_the_loop import assert_same_tensors
-from safetensors.torch import load_file
+from runs_of_the_loop import assert_resumes_bitwise, saved_base
 from structured_runs import write_answers
 
-from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.facts.config import DeltaNet, ShortConvolution
-from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.recipe.objectives import Preference, Reward
 from bloomery.recipe.schema import Lora, Quantize
 from ranks import fields, losses, on_ranks, ranks, train, train_here
@@ -69,12 +66,10 @@ DPO = Preference(kind="dpo", beta=0.5)
 
 @pytest.fixture(scope="module")
 def bases(prepared, tmp_path_factory) -> dict[str, Path]:
-    folders = {}
-    for config in (CONFIG, CONVOLVING, APART):
-        folder = folders[config.family] = tmp_path_factory.mktemp(config.family)
-        write_model(model_state(fresh_decoder(config, seed=3)), config, folder)
-        load_tokenizer(prepared).save(folder)
-    return folders
+    return {
+        config.family: saved_base(config, prepared, tmp_path_factory.mktemp(config.family))
+        for config in (CONFIG, CONVOLVING, APART)
+    }
 
 
 def family_of(config) -> str:
@@ -136,16 +131,7 @@ def test_a_resumed_run_is_bitwise_the_undisturbed_one(
         "nf4": {"adapter": DORA, "source": base, "quantize": Quantize(kind="nf4")},
     }[case]
     plan = plan_of(prepared, config=config, **fields)
-    whole = train(plan, tmp_path / "whole")
-    folder = tmp_path / "stopped"
-    train(plan, folder, stop_after=2)
-    train(plan, folder, resume_from=folder / "checkpoints" / "step-00000002")
-    assert losses(whole)[4] < losses(whole)[1]
-    last = Path("checkpoints") / "step-00000004"
-    states = [sorted((run / last).rglob("*.safetensors")) for run in (tmp_path / "whole", folder)]
-    assert states[0] and len(states[0]) == len(states[1])
-    for file, other in zip(*states, strict=True):
-        assert_same_tensors(load_file(file), load_file(other))
+    assert_resumes_bitwise(plan, tmp_path)
 
 
 @pytest.mark.parametrize(

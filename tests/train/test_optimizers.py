@@ -2,30 +2,17 @@ import copy
 
 import pytest
 import torch
+from plans_for_tests import tiny_plan
 from torch import nn
 
 from bloomery.check.updates import exact_optimizer, products_of
 from bloomery.core.errors import UserError
 from bloomery.facts.optimizers import OPTIMIZERS
-from bloomery.plan.types import OptimizerPlan
 from bloomery.train.optim import muon
 from bloomery.train.optim.build import build_optimizer
 from bloomery.train.optim.muon import Muon, iteration_dtype, orthogonalize_stack, stacks_of
 
-PLAN = OptimizerPlan(
-    kind="adamw",
-    learning_rate=0.01,
-    muon_learning_rate=0.02,
-    momentum=0.95,
-    betas=(0.9, 0.95),
-    eps=1e-8,
-    weight_decay=0.1,
-    fused=False,
-    schedule="cosine",
-    min_lr_ratio=0.0,
-    warmup_steps=0,
-    decay_steps=0,
-)
+PLAN = tiny_plan(optimizer={"fused": False, "warmup_steps": 0}).optimizer
 
 
 class Toy(nn.Module):
