@@ -12,6 +12,7 @@ from steps_for_tests import _batch, counted, small_plan
 from bloomery.core.device import reset_peak_memory
 from bloomery.plan.types import RunPlan
 from bloomery.train.objectives.build import build_objective
+from bloomery.train.process import resident_gib
 from bloomery.train.state import build_state
 from bloomery.train.step import train_step
 
@@ -86,3 +87,13 @@ def test_a_tensor_too_many_is_above_the_plan() -> None:
     intermediate_size = plan.model.config.intermediate_size
     peak = peak_bytes_of(plan, lambda: torch.empty(rows, intermediate_size, device="cuda"))
     assert peak / counted(plan) > ABOVE
+
+
+def test_large_freed_blocks_keep_few_pages_of_the_host() -> None:
+    before_gib = resident_gib()
+    blocks = [torch.ones(2**24, device="cuda") for _ in range(8)]  # 64 MiB each
+    assert resident_gib() - before_gib > 0.45
+    del blocks
+    assert resident_gib() - before_gib < 0.2
+    torch.cuda.empty_cache()
+    assert resident_gib() - before_gib < 0.1
