@@ -4,6 +4,7 @@ import json
 
 import peft
 import pytest
+import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import saved_reference, tiny_reference, tokens
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from bloomery.core.errors import UserError
 from bloomery.export.layouts import merged_state, open_merged
+from bloomery.facts.counting import expert_stacks
 from bloomery.facts.hf_config import config_from_hf
 from bloomery.model.adapters.lora import (
     adapt,
@@ -21,11 +23,12 @@ from bloomery.model.adapters.lora import (
     trained_state,
 )
 from bloomery.model.adapters.peft_files import write_adapter
-from bloomery.model.adapters.settings import adaptation, target_modules
+from bloomery.model.adapters.settings import adaptation, stacks_in_memory, target_modules
 from bloomery.model.io.weights import load_decoder, write_model_piecewise
 from bloomery.recipe.schema import Lora
 
 CASES = ("qwen3-moe", "mixtral")
+MIXTURE = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
 STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
@@ -96,16 +99,23 @@ SETTINGS = {
     },
     "one layer": {"target_parameters": ["model.layers.2.mlp.experts.gate_up_proj", STACKS[1]]},
     "router": {"modules_to_save": ["gate"]},
+    "granite": {
+        "target_parameters": [
+            "block_sparse_moe.experts.gate_up_proj",
+            "block_sparse_moe.experts.down_proj",
+        ]
+    },
 }
 
 
 @pytest.mark.parametrize(
     ("case", "kind"),
     [
-        *(("qwen3-moe", kind) for kind in SETTINGS),
+        *(("qwen3-moe", kind) for kind in SETTINGS if kind != "granite"),
         ("mixtral", "both"),
         ("gpt-oss", "both"),
         ("gpt-oss", "down alone"),
+        ("granite-moe", "granite"),
     ],
 )
 def test_an_adapter_of_peft_computes_and_merges_the_same_here(case, kind, tmp_path):
@@ -142,6 +152,8 @@ def test_an_adapter_of_peft_computes_and_merges_the_same_here(case, kind, tmp_pa
         ("mixtral", {"modules_to_save": ["mlp.gate"]}),
         ("mixtral", {"target_modules": ["w1", "w3", "layers.2.mlp.experts.down_proj"]}),
         ("gpt-oss", {}),
+        ("granite-moe", {}),
+        ("granite4-moe", {"modules_to_save": ["mlp.gate"]}),
         ("olmoe", {"target_modules": ["gate_proj", "up_proj"]}),
     ],
 )
@@ -266,6 +278,21 @@ def test_with_adapters_disabled_the_logits_are_those_of_the_base(tmp_path):
         expected = tiny_reference("qwen3-moe")(tokens()).logits
         assert_close(ours(tokens()).head, expected, atol=1e-5, rtol=0)
     assert (ours(tokens()).head - expected).abs().max() > 0.05
+
+
+WITH_EXPERTS = [case for case, (_, keys) in tiny_models.CASES.items() if MIXTURE & keys.keys()]
+
+
+@pytest.mark.parametrize("case", WITH_EXPERTS)
+def test_stacks_have_the_names_of_transformers_memory(case):
+    """PEFT finds nothing under another, and says nothing."""
+    model = tiny_reference(case)
+    config = config_from_hf(model.config.to_dict())
+    names = stacks_in_memory(config)
+    assert names or config.experts is None
+    for name, in_memory in names.items():
+        shape = expert_stacks(config)[name]
+        assert sorted(model.get_parameter(in_memory).shape) == sorted(shape), in_memory
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -28,6 +28,11 @@ CASES = {
         "adapter": EVERY,
         "activation_checkpointing": "full",
     },
+    "LoRA on nf4": {
+        "precision": "bfloat16",
+        "adapter": EVERY,
+        "quantize": {"kind": "nf4"},
+    },
     "many experts": {
         "precision": "bfloat16",
         "sizes": SIZES | {"experts": {"count": 64, "per_token": 6, "width": 64}},

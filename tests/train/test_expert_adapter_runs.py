@@ -12,14 +12,17 @@ from test_expert_ranks import mixture
 from test_optimizers import PLAN
 from torch.testing import assert_close
 
+from bloomery.export.layouts import export_merged, merged_state
+from bloomery.infer.load import Use
+from bloomery.infer.model_folder import find_model
 from bloomery.model.adapters.lora import adapt, init_adapters
 from bloomery.model.decoder import Decoder
-from bloomery.model.io.weights import fresh_decoder
+from bloomery.model.io.weights import fresh_decoder, load_decoder
 from bloomery.parallel.apply import checkpoint_block
 from bloomery.plan.estimate.mode import mode_of
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.recipe.objectives import Preference
-from bloomery.recipe.schema import Lora
+from bloomery.recipe.schema import Lora, Quantize
 from bloomery.train.optim.build import build_optimizer
 from ranks import fields, losses, on_ranks, ranks, train, train_here
 
@@ -63,8 +66,9 @@ def gradients(decoder: Decoder) -> dict[str, torch.Tensor]:
     return {n: p.grad for n, p in decoder.named_parameters() if p.grad is not None}
 
 
-def test_ranks_train_as_one_rank(prepared, base, tmp_path) -> None:
-    plan = plan_of(prepared, base)
+@pytest.mark.parametrize("quantize", ["none", "nf4"])
+def test_ranks_train_as_one_rank(prepared, base, tmp_path, quantize) -> None:
+    plan = plan_of(prepared, base, quantize=Quantize(kind=quantize))
     several = on_ranks(plan, shard=2)
     one = train_here(plan.model_dump_json(), str(tmp_path / "one"), None, None)
     arguments = (several.model_dump_json(), str(tmp_path / "many"), None, None)
@@ -80,9 +84,24 @@ def test_ranks_train_as_one_rank(prepared, base, tmp_path) -> None:
         assert_close(files[1][name], tensor, atol=1e-5, rtol=0, msg=name)
 
 
-def test_a_resumed_run_is_bitwise_the_undisturbed_one(prepared, base, tmp_path) -> None:
-    plan = plan_of(prepared, base)
-    assert_resumes_bitwise(plan, tmp_path)
+@pytest.mark.parametrize("quantize", ["none", pytest.param("int8", marks=pytest.mark.soak)])
+def test_a_resumed_run_is_bitwise_the_undisturbed_one(prepared, base, tmp_path, quantize) -> None:
+    assert_resumes_bitwise(plan_of(prepared, base, quantize=Quantize(kind=quantize)), tmp_path)
+
+
+def test_a_run_on_4_bits_is_merged_into_its_base(prepared, base, tmp_path) -> None:
+    """The base of files, and not what 4 bits left of it."""
+    plan = plan_of(prepared, base, steps=2, quantize=Quantize(kind="nf4"))
+    train(plan, tmp_path / "run")
+    files = find_model(tmp_path / "run")
+    export_merged(files, tmp_path / "merged", use=Use("cpu"))
+    merged = load_decoder(tmp_path / "merged")
+    for name, parameter in load_decoder(base).named_parameters():
+        is_adapted = ".mlp.experts." in name or (".self_attn." in name and "_proj" in name)
+        assert torch.equal(merged.get_parameter(name), parameter) != is_adapted, name
+    expected = merged_state(load_decoder(files.weights), torch.float32)
+    for name, parameter in merged.named_parameters():
+        assert_close(parameter.detach(), expected[name], atol=1e-6, rtol=0, msg=name)
 
 
 def test_preferences_are_learned_against_the_base(prepared, base, tmp_path) -> None:

@@ -345,7 +345,7 @@ def copy_weights(tested: Decoder, exact: Decoder) -> None:
         if name in exact_tensors and exact_tensors[name].shape == tensor.shape:
             exact_tensors[name].copy_(tensor)
     for name, weight in quantized_weights(tested):
-        exact_tensors[name].copy_(exact_weight(weight.stored))
+        exact_tensors[name].copy_(exact_weight(weight.stored).view(weight.shape))
     note_base(exact)
 
 

@@ -467,6 +467,15 @@ def expert_stacks(config: ModelConfig) -> dict[str, Shape]:
     }
 
 
+def expert_matrices(config: ModelConfig) -> dict[str, Shape]:
+    """The matrices of all experts, each by itself, by the names of `unstacked_shapes`."""
+    return {
+        part.name: (part.rows, *shape[2:])
+        for name, shape in expert_stacks(config).items()
+        for part in expert_parts(name, shape)
+    }
+
+
 @cache
 def unstacked_shapes(config: ModelConfig) -> Mapping[str, Shape]:
     """`parameter_shapes` with each matrix of an expert by itself, as most files have them."""

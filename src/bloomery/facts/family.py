@@ -49,8 +49,8 @@ class StoredExperts:
     `modules`: gate_proj, up_proj and down_proj -> their names, where each is stored by itself under
     `prefix`.N. `stacks`: gate_up_proj, down_proj and their biases -> the names of the tensors of all experts,
     [E, outputs, inputs], the rows of gate before those of up; with their `.weight`, where they have one. `transposed`:
-    they are [E, inputs, outputs]. `interleaved`: the rows of gate and up take turns, gate first. `module`: what has the
-    stacks of matrices in transformers' memory, where files have single ones: PEFT's adapters name them by it.
+    they are [E, inputs, outputs]. `interleaved`: the rows of gate and up take turns, gate first. `module`: what
+    has gate_up_proj and down_proj in transformers' memory: PEFT's adapters name them by it.
     """
 
     prefix: str = "mlp.experts"

@@ -119,7 +119,8 @@ class ExpertMLPs(nn.Module):
         self.down_proj_bias = None
         if experts.bias:
             self.down_proj_bias = nn.Parameter(torch.empty(experts.count, width))
-        # By the name of a stack: what an adapter adds to its products.
+        # By the name of a stack: its numbers where they are quantized, and what an adapter adds to its products.
+        self.quantized = nn.ModuleDict()
         self.lora = nn.ModuleDict()
 
     def forward(self, x_ND: Tensor, choice: Choice) -> Tensor:
@@ -148,8 +149,15 @@ class ExpertMLPs(nn.Module):
         *,
         is_sorted: bool = True,
     ) -> Tensor:
-        """`grouped_linear` by the stack of this name and its adapter: the only place where a stack is multiplied."""
-        y_SO = grouped_linear(x, getattr(self, stack), pairs, bias_EO, is_sorted=is_sorted)
+        """`grouped_linear` by the stack of this name, quantized or not, and its adapter.
+
+        The only place where a stack is multiplied.
+        """
+        y_SO: Tensor
+        if stack in self.quantized:
+            y_SO = self.quantized[stack](x, pairs, bias_EO, is_sorted=is_sorted)
+        else:
+            y_SO = grouped_linear(x, getattr(self, stack), pairs, bias_EO, is_sorted=is_sorted)
         if stack in self.lora:
             y_SO = self.lora[stack](y_SO, x, pairs, is_sorted=is_sorted)
         return y_SO
@@ -364,7 +372,7 @@ def grouped_linear(
     return result
 
 
-def _spans(ends_E: Tensor) -> list[tuple[int, int, int]]:
+def spans(ends_E: Tensor) -> list[tuple[int, int, int]]:
     """(expert, first row, end) of the experts that have rows. The host waits for a device here."""
     ends = ends_E.tolist()
     starts = [0, *ends[:-1]]
@@ -375,7 +383,7 @@ def _spans(ends_E: Tensor) -> list[tuple[int, int, int]]:
     ]
 
 
-def _rows_of(x: Tensor, order_S: Tensor, per_token: int, start: int, end: int) -> Tensor:
+def rows_of(x: Tensor, order_S: Tensor, per_token: int, start: int, end: int) -> Tensor:
     """Rows `start` to `end` of the sorted pairs, from rows of tokens or, where `per_token` is 0, of pairs."""
     return x[order_S[start:end] // per_token] if per_token else x[start:end]
 
@@ -393,8 +401,8 @@ def _grouped(
     del place_S  # for the gradient of tokens
     with torch.autocast(x.device.type, enabled=False):
         result_SO = x.new_empty(len(order_S), weight_EOI.shape[1])
-        for expert, start, end in _spans(ends_E):
-            rows = _rows_of(x, order_S, per_token, start, end)
+        for expert, start, end in spans(ends_E):
+            rows = rows_of(x, order_S, per_token, start, end)
             bias = None if bias_EO is None else bias_EO[expert].to(x.dtype)
             result_SO[start:end] = F.linear(rows, weight_EOI[expert].to(x.dtype), bias)
         return result_SO
@@ -412,7 +420,7 @@ def _grouped_inputs(
     """The gradient of the rows; of tokens the sum over their pairs, in a fixed order."""
     with torch.autocast(grad_SO.device.type, enabled=False):
         grad_SI = grad_SO.new_empty(len(grad_SO), weight_EOI.shape[2])
-        for expert, start, end in _spans(ends_E):
+        for expert, start, end in spans(ends_E):
             matrix = weight_EOI[expert].to(grad_SO.dtype)
             torch.mm(grad_SO[start:end], matrix, out=grad_SI[start:end])
         pairs = Pairs(order_S, place_S, ends_E, per_token)
@@ -431,8 +439,8 @@ def _grouped_weights(
     """The gradient of the matrices, 0 of an expert without rows, in their dtype."""
     with torch.autocast(grad_SO.device.type, enabled=False):
         grad_EOI = torch.zeros_like(weight_EOI)
-        for expert, start, end in _spans(ends_E):
-            rows = _rows_of(x, order_S, per_token, start, end)
+        for expert, start, end in spans(ends_E):
+            rows = rows_of(x, order_S, per_token, start, end)
             grad_EOI[expert] = grad_SO[start:end].t() @ rows
         return grad_EOI
 

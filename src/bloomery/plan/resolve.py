@@ -544,7 +544,7 @@ def _decisions(
     # What model, adapter, objective and optimizer decide.
     on_gpu = profile.accelerator is not None
     more_choices: tuple[tuple[str, Choice[Any]], ...] = (
-        *unsupported.quantized_choices(recipe, step.dequantizer),
+        *unsupported.quantized_choices(recipe, facts.model, step.dequantizer),
         *transformers_choices(recipe, config),
         *unsupported.adapter_choices(
             recipe, facts.model, known_vocabulary=facts.known_vocabulary, added=facts.new_tokens

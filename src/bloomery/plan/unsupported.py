@@ -17,7 +17,12 @@ from bloomery.core.errors import UserError
 from bloomery.core.units import counted, format_count
 from bloomery.data.prepare.kinds import refuse_no_room
 from bloomery.facts.config import ModelConfig
-from bloomery.facts.counting import layers, parameter_count
+from bloomery.facts.counting import (
+    is_layer_matrix,
+    is_of_experts,
+    layers,
+    parameter_count,
+)
 from bloomery.facts.limits import Dequantizer, storage_bytes
 from bloomery.facts.objectives import OBJECTIVES, ObjectiveSpec
 from bloomery.facts.optimizers import OPTIMIZERS, PLAIN_SETTINGS
@@ -29,6 +34,7 @@ from bloomery.model.adapters.settings import (
     refuse_untrained_rows,
 )
 from bloomery.model.configs import CONTEXT_KEYS
+from bloomery.model.io.expert_tensors import refuse_unquantizable
 from bloomery.plan.choices import refuse_transformers_misfits
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.reward_code import refuse_missing_function, refuse_missing_plugin
@@ -140,15 +146,26 @@ def _refuse_average(recipe: Recipe) -> None:
 
 
 def quantized_choices(
-    recipe: Recipe, reader: Choice[Dequantizer]
+    recipe: Recipe, model: TrainedModel, reader: Choice[Dequantizer]
 ) -> Iterator[tuple[str, Choice[str]]]:
-    """By key: bits per weight, and the implementation that reads them."""
+    """By key: bits per weight, and the implementation that reads them.
+
+    Of a mixture of experts how many of its parameters are quantized. Raises UserError where its experts cannot be.
+    """
     quantize = recipe.quantize
     if quantize.kind == "none":
         return
+    refuse_unquantizable(model.config, quantize.kind)
     count = WEIGHTS_OF_AVERAGE
     bits = 8 * storage_bytes((count,), quantize.kind, quantize.double_quant) / count
     reason = f"{bits:.4g} bits per weight of the layers; {reader.reason}"
+    if model.config.experts is not None:
+        shapes = {n: math.prod(s) for n, s in model.frozen.items() if is_layer_matrix(n, s)}
+        of_experts = sum(values for name, values in shapes.items() if is_of_experts(name))
+        reason = (
+            f"{format_count(sum(shapes.values()))} of {format_count(model.weight_count)} parameters, "
+            f"{format_count(of_experts)} of them in experts; {reason}"
+        )
     yield "quantize.kind", Choice(f"{quantize.kind} base", reason)
 
 

@@ -54,6 +54,7 @@ _EXPERTS = MappingProxyType(
 )
 _STORED_EXPERTS = StoredExperts(
     prefix="block_sparse_moe.experts",
+    module="block_sparse_moe.experts",
     stacks={
         "gate_up_proj": "block_sparse_moe.input_linear.weight",
         "down_proj": "block_sparse_moe.output_linear.weight",

@@ -391,11 +391,11 @@ def unknown_module(name: str, modules: list[str], where: str, alternatives: str)
 @cache
 def stacks_in_memory(config: ModelConfig) -> Mapping[str, str]:
     """The names of parameters in transformers' memory, which PEFT targets, by our names of stacks of experts."""
-    stored = stored_experts(config)
+    module = stored_experts(config).module
     names = {}
     for name in expert_stacks(config):
         layer, _, stack = name.rpartition(".mlp.experts.")
-        names[name] = f"{layer}.{stored.stacks.get(stack, f'{stored.module}.{stack}')}"
+        names[name] = f"{layer}.{module}.{stack}"
     return MappingProxyType(names)
 
 

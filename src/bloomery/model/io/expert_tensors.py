@@ -11,9 +11,16 @@ from typing import TYPE_CHECKING
 
 from bloomery.core.errors import UserError
 from bloomery.facts.config import ModelConfig
-from bloomery.facts.counting import ExpertPart, Shape, expert_parts, parameter_shapes
+from bloomery.facts.counting import (
+    ExpertPart,
+    Shape,
+    expert_matrices,
+    expert_parts,
+    parameter_shapes,
+)
 from bloomery.facts.families import FAMILIES
 from bloomery.facts.family import StoredExperts
+from bloomery.facts.limits import WEIGHTS_BLOCK
 from bloomery.model.io.lines import Lines
 from bloomery.model.io.packed import BYTES, Packing
 
@@ -209,3 +216,30 @@ def _part_names(layer: str, part: ExpertPart, stored: StoredExperts) -> Iterator
     own_module = stored.modules.get(module, module)
     own_name = f"{layer}.{stored.prefix}.{part.expert}.{own_module}.{kind}"
     yield from dict.fromkeys((own_name, part.name))
+
+
+def refuse_unquantizable(config: ModelConfig, kind: str) -> None:
+    """Raises UserError where matrices of experts cannot be quantized one by one: none stays in floats unsaid."""
+    for name, shape in expert_matrices(config).items():
+        if prod(shape) % WEIGHTS_BLOCK:
+            raise UserError(
+                f"{name} has {prod(shape):,} weights, no multiple of {WEIGHTS_BLOCK}: a block of {kind} would belong "
+                "to two experts",
+                where=f"quantize.kind={kind}",
+                fix="set quantize.kind=none, or take a model whose experts are of a width that is a multiple of 64",
+                code=2,
+            )
+    backend = config.transformers_backend
+    parameters = () if backend is None else backend.parameters
+    stacks = {
+        name: prod(shape) for name, _, shape in parameters if "expert" in name and len(shape) == 3
+    }
+    if stacks:
+        total = sum(prod(shape) for _, _, shape in parameters)
+        raise UserError(
+            f"{kind} would leave {sum(stacks.values()) / total:.0%} of the parameters in floats: transformers' layers "
+            f"have experts as stacks ({next(iter(stacks))})",
+            where=f"quantize.kind={kind}",
+            fix="set quantize.kind=none",
+            code=2,
+        )

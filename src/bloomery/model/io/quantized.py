@@ -4,6 +4,7 @@ NF4 is bitwise identical to bitsandbytes, so that its kernels can read it. N num
 follow each other without regard to rows, and the last one may be short.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, NamedTuple, Protocol, final
@@ -18,6 +19,7 @@ from bloomery.core.extras import install_packages
 from bloomery.facts.limits import (
     DEQUANTIZED_ON_CPU,
     DEQUANTIZED_ON_GPU,
+    SCALE_BYTES,
     SCALES_BLOCK,
     WEIGHTS_BLOCK,
     buffer_bytes,
@@ -96,14 +98,22 @@ def quantize_scales(scales_N: Tensor) -> tuple[Tensor, Tensor]:
     return codes.view(-1)[: len(scales_N)], torch.cat([outer, mean[None]])
 
 
-def dequantize_scales(codes: Tensor, outer: Tensor) -> Tensor:
-    """Float32 [N]: undoes `quantize_scales`.
+def dequantize_scales(codes: Tensor, outer: Tensor, first: int = 0) -> Tensor:
+    """Float32 [N]: undoes `quantize_scales`; of some codes, the first of which is number `first`.
 
     `codes`: uint8 [N]; `outer`: float32, a scale per SCALES_BLOCK codes, then the mean.
     """
     scales = dynamic_levels(codes.device).index_select(0, codes.int())
     result = torch.empty(len(codes), dtype=torch.float32, device=codes.device)
-    _scaled(scales, outer[:-1], result, size=SCALES_BLOCK)
+    # Codes before the end of the block of the first one have a scale of their own.
+    block, offset = divmod(first, SCALES_BLOCK)
+    ahead = min(len(codes), -offset % SCALES_BLOCK)
+    if ahead:
+        torch.mul(scales[:ahead], outer[block], out=result[:ahead])
+        block += 1
+    if ahead < len(codes):
+        end = block - (ahead - len(codes)) // SCALES_BLOCK
+        _scaled(scales[ahead:], outer[block:end], result[ahead:], size=SCALES_BLOCK)
     return result.add_(outer[-1])
 
 
@@ -159,7 +169,10 @@ def dynamic_levels(device: torch.device) -> Tensor:
 
 
 class Buffers(NamedTuple):
-    """The buffers of a quantized weight [O, I]; `outer` is empty where the scales are float32."""
+    """The buffers of a quantized weight [O, I]; `outer` is empty where the scales are float32.
+
+    Of a stack of weights `outputs` and `inputs` are those of one (`dequantized_part`), or its rows are all of theirs.
+    """
 
     codes: Tensor
     scales: Tensor
@@ -209,6 +222,22 @@ def dequantized(buffers: Buffers, dtype: torch.dtype) -> Tensor:
             piece,
         )
     return weight_N.view(shape)
+
+
+def dequantized_part(buffers: Buffers, number: int, dtype: torch.dtype) -> Tensor:
+    """Weight `number` [O, I] of a stack, whose weights are whole blocks: bitwise its rows of `dequantized`."""
+    size = buffers.outputs * buffers.inputs
+    code_bytes = size // 2 if buffers.codes.dtype == torch.uint8 else size
+    blocks = size // WEIGHTS_BLOCK
+    first = number * blocks
+    if buffers.outer.numel():
+        scale_codes = buffers.scales[first : first + blocks]
+        outer = buffers.outer.view(torch.float32)
+        scales = dequantize_scales(scale_codes, outer, first).view(torch.uint8)
+    else:
+        scales = buffers.scales[SCALE_BYTES * first : SCALE_BYTES * (first + blocks)]
+    codes = buffers.codes[number * code_bytes : (number + 1) * code_bytes]
+    return dequantized(buffers._replace(codes=codes, scales=scales, outer=buffers.outer[:0]), dtype)
 
 
 @cache
@@ -315,7 +344,8 @@ AT_ONCE = 2**20  # weights that are quantized together: some 16 bytes each while
 
 @final
 class QuantizedWeight(nn.Module):
-    """A frozen weight [O, I] of a linear layer. All buffers are bytes: `Module.to` leaves scales in float32.
+    """A frozen weight [O, I] of a linear layer, or a stack of them [E, O, I]. All buffers are bytes: `Module.to` leaves
+    scales in float32.
 
     They are not in `state_dict`: who resumes quantizes the same base again, to the same bits. Under FSDP2 codes and
     scales are parameters, which are gathered as the bytes that they are, and `outer`, a byte of 4,000, stays whole.
@@ -335,10 +365,12 @@ class QuantizedWeight(nn.Module):
     ) -> None:
         """`reader`: "torch", on a GPU also "compiled" or, for nf4, "bitsandbytes". Undefined until `fill`."""
         super().__init__()
-        self.outputs, self.inputs = shape
+        self.shape = tuple(shape)
+        *_, self.outputs, self.inputs = shape
+        self.rows = math.prod(shape[:-1])
         self.base = quantize.kind
         self.reader = ready_reader(reader)
-        sizes = buffer_bytes(self.outputs * self.inputs, quantize.kind, quantize.double_quant)
+        sizes = buffer_bytes(self.rows * self.inputs, quantize.kind, quantize.double_quant)
         codes, scales, outer = (
             torch.empty(size, dtype=torch.uint8, device=device) for size in sizes
         )
@@ -357,6 +389,12 @@ class QuantizedWeight(nn.Module):
 
     @property
     def stored(self) -> Buffers:
+        """Of a stack with the rows of all weights below each other."""
+        return self.part_buffers._replace(outputs=self.rows)
+
+    @property
+    def part_buffers(self) -> Buffers:
+        """As `dequantized_part` takes them."""
         return Buffers(self.codes, self.scales, self.outer, self.outputs, self.inputs, self.reader)
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -366,7 +404,7 @@ class QuantizedWeight(nn.Module):
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The weight as floats, a copy."""
-        return dequantized(self.stored, dtype)
+        return dequantized(self.stored, dtype).view(self.shape)
 
     @property
     def rows_at_once(self) -> int:

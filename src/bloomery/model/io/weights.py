@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import (
+    Shape,
     attention_layers,
     expert_parts,
     parameter_shapes,
@@ -32,6 +33,8 @@ from bloomery.model.adapters.settings import (
 )
 from bloomery.model.configs import grown, read_config
 from bloomery.model.decoder import Decoder
+from bloomery.model.experts import ExpertMLPs
+from bloomery.model.io.expert_tensors import refuse_unquantizable
 from bloomery.model.io.parameters import (
     cast,
     dtype_in,
@@ -52,12 +55,11 @@ from bloomery.model.io.safetensors import (
 )
 from bloomery.model.io.stored import (
     INDEX,
-    StoredTensor,
-    TensorLocation,
     stored_parameters,
     tensor_locations,
 )
 from bloomery.model.norms import LayerNorm, RMSNorm
+from bloomery.model.quantized_experts import QuantizedExperts
 from bloomery.model.transformers_backend import TransformersBackbone, buffer_tensor, loaded_safely
 from bloomery.model.transformers_checks import TOLERANCE, check_head
 from bloomery.model.xielu import XIELU
@@ -78,10 +80,16 @@ class QuantizedLinear(nn.Module):
 
 
 def quantize_model(model: Decoder, quantize: Quantize, *, reader: str = "torch") -> None:
-    """In place: the frozen matrices inside the layers; biases, norms, embeddings and the head stay as they are.
+    """In place: the frozen matrices inside the layers, those of experts, too.
 
-    On the meta device their numbers come later (`QuantizedWeight.fill`), elsewhere from the present weights.
+    Biases, norms, routers, embeddings and the head stay as they are. On the meta device their
+    numbers come later (`QuantizedWeight.fill`), elsewhere from the present weights. Raises
+    UserError where a block would belong to two experts.
     """
+    refuse_unquantizable(model.config, quantize.kind)
+    for path, experts in model.named_modules():
+        if isinstance(experts, ExpertMLPs):
+            _quantize_experts(experts, path, quantize, reader)
     for path, linear in list(model.named_modules()):
         if (
             not path.startswith("model.layers.")
@@ -89,12 +97,7 @@ def quantize_model(model: Decoder, quantize: Quantize, *, reader: str = "torch")
             or linear.weight.requires_grad
         ):
             continue
-        weight = linear.weight
-        quantized_weight = QuantizedWeight(
-            weight.shape, quantize, reader=reader, device=weight.device
-        )
-        if weight.device.type != "meta":
-            quantized_weight.fill([weight.detach()], name=f"{path}.weight")
+        quantized_weight = _quantized(linear.weight, f"{path}.weight", quantize, reader)
         if isinstance(linear, LoraLinear):
             linear.register_parameter("weight", None)
             linear.stored = quantized_weight
@@ -103,6 +106,22 @@ def quantize_model(model: Decoder, quantize: Quantize, *, reader: str = "torch")
             setattr(
                 model.get_submodule(parent), leaf, QuantizedLinear(quantized_weight, linear.bias)
             )
+
+
+def _quantized(weight: nn.Parameter, name: str, quantize: Quantize, reader: str) -> QuantizedWeight:
+    result = QuantizedWeight(weight.shape, quantize, reader=reader, device=weight.device)
+    if weight.device.type != "meta":
+        result.fill([weight.detach().flatten(0, -2)], name=name)
+    return result
+
+
+def _quantize_experts(experts: ExpertMLPs, path: str, quantize: Quantize, reader: str) -> None:
+    for stack in ("gate_up_proj", "down_proj"):
+        weight = experts.get_parameter(stack)
+        if not weight.requires_grad:
+            quantized_weight = _quantized(weight, f"{path}.{stack}", quantize, reader)
+            experts.register_parameter(stack, None)
+            experts.quantized[stack] = QuantizedExperts(quantized_weight)
 
 
 def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -116,7 +135,9 @@ def quantized_weights(model: nn.Module) -> Iterator[tuple[str, QuantizedWeight]]
     """By the name that the weight has as a parameter."""
     for name, module in model.named_modules():
         if isinstance(module, QuantizedWeight):
-            yield name.removesuffix(".stored") + ".weight", module
+            path = name.removesuffix(".stored")
+            experts, is_stack, stack = path.rpartition(".quantized.")
+            yield f"{experts}.{stack}" if is_stack else f"{path}.weight", module
 
 
 SHARD_BYTES = 4 * 2**30
@@ -266,7 +287,12 @@ def init_weights(decoder: Decoder, seed: int) -> None:
             for part_name, part in unstacked(name, parameter):
                 put(_drawn(part_name, part.shape, config, seed), part)
     for name, weight in quantized_weights(decoder):
-        weight.fill([_drawn(name, (weight.outputs, weight.inputs), config, seed)], name=name)
+        # Of a stack of experts part by part, as its numbers would be drawn as floats.
+        parts = expert_parts(name, weight.shape)
+        shapes: dict[str, Shape] = {part.name: (part.rows, weight.inputs) for part in parts}
+        shapes = shapes or {name: weight.shape}
+        drawn = (_drawn(part_name, shape, config, seed) for part_name, shape in shapes.items())
+        weight.fill(drawn, name=name)
 
 
 def _drawn(name: str, shape: Sequence[int], config: ModelConfig, seed: int) -> Tensor:
@@ -433,7 +459,7 @@ def read_model(
         for name, parameter in base_parameters(decoder):
             model.fill(name, parameter)
         for name, weight in quantized_weights(decoder):
-            _read_quantized(weight, model.tensors[name], model.locations[name], model.reader, name)
+            _read_quantized(weight, model, name)
 
 
 @final
@@ -540,21 +566,35 @@ def fill_new_rows(parameter: Tensor, num_known: int, new_ids: Collection[int]) -
     local_rows[new_local_rows] = mean.to(local_rows)
 
 
-def _read_quantized(
-    weight: QuantizedWeight,
-    tensor: StoredTensor,
-    location: TensorLocation,
-    reader: TensorReader,
-    name: str,
-) -> None:
-    device = weight.codes.device
+def _read_quantized(weight: QuantizedWeight, model: StoredModel, name: str) -> None:
+    """Piece by piece from the file; of a stack of experts part by part."""
+    parts = expert_parts(name, weight.shape)
+    if parts:
+        pieces = (
+            piece for part in parts for piece in _rows_of(weight, model, part.name, part.rows)
+        )
+        weight.fill(pieces, name=name)
+        return
+    tensor = model.tensors[name]
+    location = model.locations[name]
     # The rows of a transposed matrix lie across the file: the one case where a full matrix is held.
     if location.transposed:
-        matrix = torch.empty(weight.outputs, weight.inputs, dtype=tensor.dtype, device=device)
-        reader.fill(matrix, tensor, first=location.first, transposed=True)
+        matrix = torch.empty(weight.shape, dtype=tensor.dtype, device=weight.codes.device)
+        model.reader.fill(matrix, tensor, first=location.first, transposed=True)
         weight.fill([matrix], name=name)
         return
-    pieces = reader.pieces(
-        tensor, location.first, weight.outputs, device=device, multiple=weight.rows_at_once
+    weight.fill(_rows_of(weight, model, name, weight.rows), name=name)
+
+
+def _rows_of(weight: QuantizedWeight, model: StoredModel, name: str, rows: int) -> Iterator[Tensor]:
+    """The rows of a stored parameter in pieces of whole blocks."""
+    location = model.locations[name]
+    pieces = model.reader.pieces(
+        model.tensors[name],
+        0 if location.stacked else location.first,
+        rows,
+        device=weight.codes.device,
+        multiple=weight.rows_at_once,
     )
-    weight.fill((piece for _, piece in pieces), name=name)
+    for _, piece in pieces:
+        yield piece

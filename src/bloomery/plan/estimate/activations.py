@@ -403,7 +403,11 @@ def backward_bytes(step: StepShape, layer: TrainedLayer) -> float:
     matrix_bytes = float(max(trained_sizes.values(), default=0) * gradient_bytes)
     if step.mode.quantize_kind != "none":
         # A dequantized matrix; while it is made there is no result of the matmul yet.
-        largest = max(sizes.values())
+        expert_sizes = [
+            round(math.prod(stack) / facts.experts.count) if facts.experts else 0
+            for stack in experts.stacked_matrices(facts)
+        ]
+        largest = max(*sizes.values(), *expert_sizes)
         piece = min(largest, DEQUANTIZED_ON_GPU if step.on_gpu else DEQUANTIZED_ON_CPU)
         product_bytes = tokens * element_bytes * hidden_size
         matrix_bytes += element_bytes * largest + max(

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+from bloomery.facts.counting import is_layer_matrix
 from bloomery.facts.limits import storage_bytes
 from bloomery.plan.estimate.memory import overhead_bytes
 from bloomery.plan.estimate.moments import StepMoment, moments
@@ -98,7 +99,8 @@ def gathered_bytes(step: StepShape) -> tuple[list[float], float]:
         quantized_values = 0
         quantized_bytes = 0
         for name, shape in layer.layer.shapes:
-            if mode.quantize_kind != "none" and len(shape) == 2 and name not in layer.trained:
+            is_matrix = is_layer_matrix(f"{layer.layer.name}.{name}", shape)
+            if mode.quantize_kind != "none" and is_matrix and name not in layer.trained:
                 quantized_values += math.prod(shape)
                 quantized_bytes += storage_bytes(shape, mode.quantize_kind, mode.double_quant)
         float_values = layer.layer.total_parameters - quantized_values
