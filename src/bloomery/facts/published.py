@@ -7,6 +7,7 @@ import tomllib
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from bloomery.core.text import closest
@@ -104,11 +105,19 @@ def published_config(name: str) -> ModelConfig | None:
     return None if entry is None else entry_config(entry, where=name)
 
 
+# TOML has no null: some config.json write one where there is no window, or no vector that queries are made of.
+_NULLS: Mapping[str, Mapping[str, None]] = MappingProxyType(
+    {
+        "mistral": {"sliding_window": None},
+        "mixtral": {"sliding_window": None},
+        "deepseek_v2": {"q_lora_rank": None},
+    }
+)
+
+
 def entry_config(entry: Published, *, where: str) -> ModelConfig:
     """The facts of an entry; those of a mixture of experts have `experts`."""
-    # TOML has no null: Mistral's config.json writes one where there is no window.
-    defaults = {"sliding_window": None} if entry.kind in ("mistral", "mixtral") else {}
-    settings = {**defaults, **entry.config}
+    settings = {**_NULLS.get(entry.kind, {}), **entry.config}
     return config_from_hf({"model_type": entry.kind, **settings}, where=where)
 
 
