@@ -137,6 +137,7 @@ def on_ranks(
     shard: int = 1,
     pipeline: int = 1,
     context: int = 1,
+    expert: int = 1,
     schedule: str = "1f1b",
     chunks: int = 1,
 ):
@@ -152,6 +153,7 @@ def on_ranks(
             "shard": shard,
             "pipeline": pipeline,
             "context": context,
+            "expert": expert,
             "pipeline_schedule": schedule,
             "pipeline_layers": groups,
             "micro_batch_size": micro,

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from bloomery.facts.config import Experts, ModelConfig
 from bloomery.facts.counting import Shape
+from bloomery.model.io.parameters import local
 from bloomery.model.norms import widened, working_dtype
 
 
@@ -96,9 +97,37 @@ class Router(nn.Module):
         return scores_NE.topk(facts.per_token, dim=-1).indices
 
 
-class ExpertMLPs(nn.Module):
-    """The experts of a layer, stacked. Gate and up are one matrix, the rows of gate first."""
+class Journey(Protocol):
+    """The way of the rows of one forward to the ranks that hold their experts, and back.
 
+    `experts_R`: of each row that arrives here, its expert among those of this rank, int64.
+    """
+
+    experts_R: Tensor
+
+    def there(self, x_S: Tensor) -> Tensor:
+        """Rows [S, ...] in the order of their experts to those that arrive here, [R, ...]."""
+
+    def back(self, x_R: Tensor) -> Tensor:
+        """The way back, [S, ...]."""
+
+
+class ExpertExchange(Protocol):
+    """Of the `size` ranks that divide the experts of each layer (`parallel.expert`)."""
+
+    size: int
+
+    def begin(self, ends_E: Tensor) -> Journey:
+        """`ends_E`: where the rows of each expert end, int32. The host waits for the counts of all ranks."""
+
+
+class ExpertMLPs(nn.Module):
+    """The experts of a layer, stacked. Gate and up are one matrix, the rows of gate first.
+
+    `exchange`: where ranks divide the experts, each has some of every stack.
+    """
+
+    exchange: ExpertExchange | None = None
     gate_up_proj_bias: nn.Parameter | None
     down_proj_bias: nn.Parameter | None
 
@@ -124,12 +153,30 @@ class ExpertMLPs(nn.Module):
         self.lora = nn.ModuleDict()
 
     def forward(self, x_ND: Tensor, choice: Choice) -> Tensor:
-        """[N, D]: for each token the weighted sum of what its experts make of it.
+        """[N, D]: for each token the weighted sum of what its experts make of it."""
+        if self.exchange is None:
+            return self.mixed(x_ND, choice.experts_NK, choice.weights_NK)
+
+        # A token goes to each of its experts as a row with one expert and its weight. The rows come back weighted, and
+        # are added in the order of one rank.
+        pairs = sorted_by_expert(choice.experts_NK, self.facts.count)
+        journey = self.exchange.begin(pairs.ends_E)
+        rows_SD = _Sorted.apply(x_ND.to(working_dtype(x_ND)), pairs)  # type: ignore[no-untyped-call]  # torch's `apply`
+        weights_S1 = choice.weights_NK.flatten()[pairs.order_S][:, None]
+        y_RD = self.mixed(
+            journey.there(rows_SD), journey.experts_R[:, None], journey.there(weights_S1)
+        )
+        y_ND: Tensor = _Summed.apply(journey.back(y_RD), pairs)  # type: ignore[no-untyped-call]  # torch's `apply`
+        return y_ND
+
+    def mixed(self, x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor) -> Tensor:
+        """[N, D]: of experts that are here.
 
         Weights multiply what enters the last product, which is linear: its results need not be kept for them.
         """
-        pairs = sorted_by_expert(choice.experts_NK, self.facts.count)
-        weights_S = choice.weights_NK.flatten()[pairs.order_S]
+        ranks = 1 if self.exchange is None else self.exchange.size
+        pairs = sorted_by_expert(experts_NK, self.facts.count // ranks)
+        weights_S = weights_NK.flatten()[pairs.order_S]
         gate_up_SF = self.product(
             x_ND, "gate_up_proj", pairs, self.gate_up_proj_bias, is_sorted=False
         )
@@ -137,7 +184,8 @@ class ExpertMLPs(nn.Module):
         outputs_SD = self.product(inner_SF, "down_proj", pairs)
         y_ND: Tensor = _Summed.apply(outputs_SD, pairs)  # type: ignore[no-untyped-call]  # torch's `apply`
         if self.down_proj_bias is not None:
-            y_ND = y_ND + self._weighted_bias(self.down_proj_bias, choice).to(y_ND.dtype)
+            bias_ND = self._weighted_bias(local(self.down_proj_bias), experts_NK, weights_NK)
+            y_ND = y_ND + bias_ND.to(y_ND.dtype)
         return y_ND
 
     def product(
@@ -153,20 +201,22 @@ class ExpertMLPs(nn.Module):
 
         The only place where a stack is multiplied.
         """
+        bias_EO = None if bias_EO is None else local(bias_EO)
         y_SO: Tensor
         if stack in self.quantized:
             y_SO = self.quantized[stack](x, pairs, bias_EO, is_sorted=is_sorted)
         else:
-            y_SO = grouped_linear(x, getattr(self, stack), pairs, bias_EO, is_sorted=is_sorted)
+            weight_EOI = local(getattr(self, stack))
+            y_SO = grouped_linear(x, weight_EOI, pairs, bias_EO, is_sorted=is_sorted)
         if stack in self.lora:
             y_SO = self.lora[stack](y_SO, x, pairs, is_sorted=is_sorted)
         return y_SO
 
     @staticmethod
-    def _weighted_bias(bias_ED: Tensor, choice: Choice) -> Tensor:
+    def _weighted_bias(bias_ED: Tensor, experts_NK: Tensor, weights_NK: Tensor) -> Tensor:
         """[N, D]: the biases of each token's experts times their weights."""
-        weights_NE = torch.zeros_like(choice.scores_NE)
-        weights_NE = weights_NE.scatter(1, choice.experts_NK, choice.weights_NK)
+        weights_NE = weights_NK.new_zeros(len(weights_NK), len(bias_ED))
+        weights_NE = weights_NE.scatter(1, experts_NK, weights_NK)
         with torch.autocast(bias_ED.device.type, enabled=False):
             return weights_NE @ bias_ED.to(weights_NE.dtype)
 
@@ -278,6 +328,19 @@ def sorted_by_expert(experts_NK: Tensor, count: int) -> Pairs:
     numbers_E = torch.arange(count, device=experts_S.device)
     ends_E = torch.searchsorted(experts_S[order_S], numbers_E, right=True, out_int32=True)
     return Pairs(order_S, place_S, ends_E, experts_NK.shape[1])
+
+
+class _Sorted(torch.autograd.Function):
+    """Rows of tokens [N, D] to those of the sorted pairs [S, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, pairs: Pairs) -> Tensor:
+        ctx.pairs = pairs
+        return x_ND[pairs.tokens_S]
+
+    @staticmethod
+    def backward(ctx: Any, grad_SD: Tensor) -> tuple[Tensor, None]:
+        return summed(grad_SD, ctx.pairs), None
 
 
 class _Summed(torch.autograd.Function):

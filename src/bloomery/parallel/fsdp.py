@@ -19,6 +19,7 @@ from bloomery.model.io.weights import quantized_weights
 from bloomery.model.norms import LayerNorm, RMSNorm
 from bloomery.model.xielu import XIELU
 from bloomery.parallel.clock import CommunicationClock
+from bloomery.parallel.experts import is_divided
 from bloomery.plan.types import TrainPlan
 
 # What a CPU gathers or reduces at once, up to this size, goes through one buffer of all layers.
@@ -65,11 +66,12 @@ def apply_fsdp(
             for weight in module.parameters()
         }
         small_weights |= {w for name, w in block.named_parameters() if is_never_trained(name)}
+        divided_weights = {weight for weight in block.parameters() if is_divided(weight)}
         fully_shard(
             block,
             mesh=device_mesh,
             mp_policy=block_policy,
-            ignored_params=small_weights,
+            ignored_params=small_weights | divided_weights,
             # Backward begins with the last block, right after its forward: it stays gathered.
             reshard_after_forward=block is not last_block,
         )

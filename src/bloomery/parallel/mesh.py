@@ -45,7 +45,8 @@ class Mesh:
     A stage holds some layers of the model. Its `replicate` x `shard` ranks share out the sequences of a step: they are
     the data-parallel ranks. The `shard` ranks of one replica hold its weights, gradients and states together (FSDP2).
     `context` neighbors among the data-parallel ranks read the same sequences, of which each holds a part of the tokens:
-    for weights and gradients they are ranks like all others.
+    for weights and gradients they are ranks like all others. `expert` neighbors among them divide the experts of each
+    layer: where there are shards, too, these are the same ranks.
     """
 
     rank: int = 0
@@ -53,10 +54,15 @@ class Mesh:
     shard: int = 1
     stages: int = 1
     context: int = 1
+    expert: int = 1
     device: str = "cpu"
     # torch's mesh for FSDP2: None exactly when `shard` is 1. Its last axis is the shard axis; an axis of replicas comes
     # before it where there are several. Pipeline stages are no axis of it.
     device_mesh: DeviceMesh | None = field(default=None, compare=False)
+    # The ranks that divide the experts with this one: None exactly when `expert` is 1.
+    expert_mesh: DeviceMesh | None = field(default=None, compare=False)
+    # The data-parallel ranks of this stage with the same experts: None where this one alone has them.
+    expert_copies: dist.ProcessGroup | None = field(default=None, compare=False)
     # The process groups of a pipeline: None exactly when `stages` is 1.
     groups: PipelineGroups | None = field(default=None, compare=False)
     # The ranks that share the sequences of this one: None where `context` is 1, and where they are all ranks.
@@ -119,8 +125,13 @@ class Mesh:
         return self.data_rank == 0
 
     @property
-    def shard_rank(self) -> int:
-        return self.rank % self.shard
+    def holders(self) -> int:
+        """How many neighboring ranks hold a tensor together that is split into rows, or into experts."""
+        return max(self.shard, self.expert)
+
+    @property
+    def holder_rank(self) -> int:
+        return self.rank % self.holders
 
     @property
     def reduces_on_host(self) -> bool:
@@ -275,27 +286,35 @@ class Mesh:
         assert group is not None, "a run of one rank shares no sequence"
         return group
 
-    # ---- tensors, over the ranks that hold the shards of one replica
+    # ---- the ranks that divide the experts with this one
+
+    @property
+    def expert_group(self) -> dist.ProcessGroup:
+        assert self.expert_mesh is not None, "the experts are divided"
+        return self.expert_mesh.get_group()
+
+    # ---- tensors, over the ranks that hold the shards of one replica, or its experts
     #
     # Only for values of tensors that are split into rows. A tensor that every rank holds in full (the norm weights of a
-    # block) has full values already, which a sum over the ranks would count `shard` times.
+    # block) has full values already, which a sum over the ranks would count `holders` times.
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
-        """The ranks of this replica; the shard axis is the last of the device mesh."""
-        assert self.device_mesh is not None, "only shards have a group"
+        """The ranks of this replica, the shard axis being the last of the device mesh; or those that divide experts."""
+        if self.device_mesh is None:
+            return self.expert_group
         return self.device_mesh.get_group(self.device_mesh.ndim - 1)
 
     def all_reduce_shards(self, tensor: Tensor) -> Tensor:
         """Sum, in place, a tensor on the training device over the shards of a replica; returns the tensor."""
-        if self.shard > 1:
+        if self.holders > 1:
             with self.clock.noted("all_reduce, shard", self.device):
                 dist.all_reduce(tensor, group=self.shard_group)
         return tensor
 
     def norm_over_shards(self, norm: Tensor) -> Tensor:
         """The Euclidean norms of split tensors, from the norms of this rank's rows of them; elementwise."""
-        if self.shard == 1:
+        if self.holders == 1:
             return norm
         return self.all_reduce_shards(norm.square()).sqrt()
 

@@ -225,6 +225,6 @@ def _pieces(
 
 
 def _shards(rank: int, mesh: Mesh) -> range:
-    """The ranks of the replica that `rank` belongs to, in the order of their rows."""
-    first = rank // mesh.shard * mesh.shard
-    return range(first, first + mesh.shard)
+    """The ranks that hold split tensors together with `rank`, in the order of their rows."""
+    first = rank // mesh.holders * mesh.holders
+    return range(first, first + mesh.holders)

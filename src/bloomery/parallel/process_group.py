@@ -19,6 +19,7 @@ from bloomery.core.device import (
 )
 from bloomery.core.errors import UserError
 from bloomery.parallel.environment import RankEnvironment, node_name, rank_environment
+from bloomery.parallel.experts import EXPERT_AXIS
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh, PipelineGroups
 from bloomery.parallel.pipeline import BACKWARD, FORWARD
 from bloomery.plan.types import LAZY_CONNECTIONS, TrainPlan
@@ -78,14 +79,21 @@ def join(plan: TrainPlan) -> Mesh:
             return_freed_memory()
         device_mesh = _device_mesh(plan)
     groups = _pipeline_groups(plan, environment.rank) if plan.pipeline > 1 else None
+    expert_mesh = None
+    expert_copies = None
+    if plan.expert > 1:
+        expert_mesh, expert_copies = _expert_groups(plan, environment.rank)
     return Mesh(
         environment.rank,
         replicate=plan.replicate,
         shard=plan.shard,
         stages=plan.pipeline,
         context=plan.context,
+        expert=plan.expert,
         device=plan.device,
         device_mesh=device_mesh,
+        expert_mesh=expert_mesh,
+        expert_copies=expert_copies,
         groups=groups,
         shared_sequences=_context_group(plan, environment.rank),
     )
@@ -154,6 +162,26 @@ def _device_mesh(plan: TrainPlan) -> DeviceMesh:
     if plan.pipeline == 1:
         return device_mesh
     return device_mesh[tuple(name for name in axes if name != "pipeline")]
+
+
+def _expert_groups(plan: TrainPlan, own_rank: int) -> tuple[DeviceMesh, dist.ProcessGroup | None]:
+    """The neighbors that divide the experts with this rank, and the ranks of its stage that have the same experts;
+    None: it alone. Every rank creates every group.
+    """
+    starts = range(0, plan.ranks, plan.expert)
+    groups = [dist.new_group(list(range(start, start + plan.expert))) for start in starts]
+    mesh = DeviceMesh.from_group(
+        groups[own_rank // plan.expert], plan.device, mesh_dim_names=(EXPERT_AXIS,)
+    )
+    own_copies = None
+    if plan.expert < plan.ranks_per_stage:
+        for first in range(0, plan.ranks, plan.ranks_per_stage):
+            for place in range(plan.expert):
+                copies = list(range(first + place, first + plan.ranks_per_stage, plan.expert))
+                group = dist.new_group(copies)
+                if own_rank in copies:
+                    own_copies = group
+    return mesh, own_copies
 
 
 def _pipeline_groups(plan: TrainPlan, own_rank: int) -> PipelineGroups:

@@ -228,6 +228,7 @@ class TrainPlan(PlanPart):
     shard: PositiveInt = 1  # ranks that share one copy of weights, gradients and states (FSDP2)
     pipeline: PositiveInt = 1  # stages of a pipeline, each of `replicate` x `shard` ranks
     context: PositiveInt = 1  # neighbors of those ranks that share each sequence
+    expert: PositiveInt = 1  # neighbors of those ranks that divide the experts of each layer
     pipeline_schedule: PipelineSchedule = "1f1b"
     # Of a pipeline: the number of layers of each group, in the model's order; group g is on stage g % pipeline.
     pipeline_layers: tuple[PositiveInt, ...] = ()
@@ -337,6 +338,7 @@ class LayoutPlan(PlanPart):
     shard: int
     pipeline: int
     context: int = 1
+    expert: int = 1
     micro_batch_size: int
     accumulation: int
     activation_checkpointing: str

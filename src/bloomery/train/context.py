@@ -131,5 +131,6 @@ def axes(plan: TrainPlan) -> dict[str, int]:
         "replicate": plan.replicate,
         "shard": plan.shard,
         "context": plan.context,
+        "expert": plan.expert,
     }
     return {name: size for name, size in sizes.items() if size > 1}

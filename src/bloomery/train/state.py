@@ -19,6 +19,7 @@ from bloomery.model.decoder import VALUE_HEAD, Decoder
 from bloomery.model.io.weights import init_weights, quantize_model
 from bloomery.parallel.apply import apply
 from bloomery.parallel.context import HeadExchange
+from bloomery.parallel.experts import divide_experts
 from bloomery.parallel.fsdp import apply_fsdp
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.parallel.pipeline import PipelineLink, StageParameters, transport_of
@@ -205,6 +206,8 @@ def build_state(
     # their weights for that: `build_checkpointed_model` compiles then.
     if not isinstance(plan.adapter, Peft):
         apply(model, train)
+    if mesh.expert > 1:
+        divide_experts(model, mesh)
     if mesh.device_mesh is not None:
         apply_fsdp(model, train, mesh.device_mesh, mesh.clock)
     model.to_empty(device=torch.device(train.device))

@@ -443,7 +443,7 @@ def global_norm(
         norms = torch.stack(torch._foreach_norm(local_gradients, 2, **dtype))
     else:  # a stage of a pipeline whose weights are all frozen
         norms = torch.zeros(0, device=mesh.device)
-    if mesh.shard > 1 and local_gradients:
+    if mesh.holders > 1 and local_gradients:
         # A gradient in shards is the rows of all ranks; one that every rank has in full counts once.
         are_rows = sent(
             torch.tensor([is_split(gradient) for gradient in gradients.values()]), norms.device

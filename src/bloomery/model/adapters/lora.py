@@ -22,7 +22,7 @@ from bloomery.model.adapters.settings import (
 )
 from bloomery.model.decoder import VALUE_HEAD, Decoder
 from bloomery.model.experts import ExpertMLPs, Pairs, grouped_linear
-from bloomery.model.io.parameters import put, stream
+from bloomery.model.io.parameters import local, put, stream
 from bloomery.model.io.quantized import QuantizedWeight
 from bloomery.model.norms import widened
 from bloomery.recipe.schema import Lora
@@ -184,8 +184,8 @@ class ExpertLora(nn.Module):
         """y plus the update of `x`, whose rows are as `grouped_linear` takes them."""
         if not self.enabled:
             return y_SO
-        inner_SR = grouped_linear(x, self.lora_A, pairs, is_sorted=is_sorted) * self.scale
-        return y_SO + grouped_linear(inner_SR, self.lora_B, pairs)
+        inner_SR = grouped_linear(x, local(self.lora_A), pairs, is_sorted=is_sorted) * self.scale
+        return y_SO + grouped_linear(inner_SR, local(self.lora_B), pairs)
 
     @torch.no_grad()
     def add_to(self, stack_EOI: Tensor) -> None:

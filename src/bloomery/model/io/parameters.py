@@ -73,7 +73,9 @@ def first_row(tensor: Tensor) -> int:
         return 0
     mesh = tensor.device_mesh
     rows = -(-tensor.shape[0] // mesh.size(mesh.ndim - 1))
-    return min(tensor.shape[0], rows * mesh.get_local_rank(mesh.ndim - 1))
+    place = mesh.get_coordinate()
+    assert place is not None, "this rank holds rows"
+    return min(tensor.shape[0], rows * place[-1])
 
 
 def unstacked(name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -196,7 +196,7 @@ class RankWriters:
         self, name: str, tensor: Tensor, *, is_stored: bool
     ) -> Iterator[tuple[str, "_Rows"]]:
         """What this rank holds of a tensor; of a stack of experts that goes into the files of a model, of each part."""
-        is_rows = is_split(tensor) or (self.mesh.shard > 1 and self._rows.is_rows(name))
+        is_rows = is_split(tensor) or (self.mesh.holders > 1 and self._rows.is_rows(name))
         parts = expert_parts(name, tensor.shape) if is_stored else ()
         if not parts:
             yield name, _Rows(local(tensor), is_rows)

@@ -187,7 +187,7 @@ class _StackUpdate:
         for rows in self.row_slices:
             row_sums[:, rows], slice_col_sums = _square_sums(self._gradient_NRC[:, rows], -1, -2)
             col_sums += slice_col_sums
-        shares_matrices = self._mesh.shard > 1 and len(self._full_shape) == 2
+        shares_matrices = self._mesh.holders > 1 and len(self._full_shape) == 2
         if shares_matrices:
             col_sums = self._mesh.all_reduce_shards(col_sums)
         row_var = self._updated_moment(

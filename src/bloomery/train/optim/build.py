@@ -296,9 +296,11 @@ def build_optimizer(
     # A block of int8 values has one scale, so all of it must be on one rank.
     if plan.state_dtype == "int8" and full_parameters:
         full_shapes = {
-            name: shards.full_shape(parameter) for name, parameter in parameters_by_name.items()
+            name: shards.full_shape(parameter)
+            for name, parameter in parameters_by_name.items()
+            if parameter in full_parameters
         }
-        refuse_split_int8_blocks(full_shapes, mesh.shard)
+        refuse_split_int8_blocks(full_shapes, mesh.holders)
 
     clips_updates = OPTIMIZERS[plan.kind].clips_updates
     rounding = Rounding(names, seed, plan.stochastic_rounding, shards, device_type)

@@ -104,8 +104,8 @@ class Shards:
     def rows_by_rank(self, parameter: nn.Parameter) -> list[int]:
         """The number of rows of each rank, as `torch.chunk` divides them."""
         rows = self.full_shape(parameter)[0]
-        most = -(-rows // self.mesh.shard)
-        return [min(most, max(0, rows - most * rank)) for rank in range(self.mesh.shard)]
+        most = -(-rows // self.mesh.holders)
+        return [min(most, max(0, rows - most * rank)) for rank in range(self.mesh.holders)]
 
     def first_value(self, parameter: nn.Parameter) -> int:
         """The index of this rank's first value in the flat full parameter."""

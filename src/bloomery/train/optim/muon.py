@@ -95,12 +95,12 @@ def orthogonalize_shards(
     the rows of the results. Nothing of the way there is held in the iteration, which would double its memory.
     """
     count = len(shapes)
-    ranks = range(mesh.shard)
-    owners = [index * mesh.shard // count for index in range(count)]
-    owned = [index for index, owner in enumerate(owners) if owner == mesh.shard_rank]
+    ranks = range(mesh.holders)
+    owners = [index * mesh.holders // count for index in range(count)]
+    owned = [index for index, owner in enumerate(owners) if owner == mesh.holder_rank]
     widths = [shape[1] for shape in shapes]
     own_sizes = [
-        rows[mesh.shard_rank] * width for rows, width in zip(rows_by_rank, widths, strict=True)
+        rows[mesh.holder_rank] * width for rows, width in zip(rows_by_rank, widths, strict=True)
     ]
     send_sizes = [
         sum(own_sizes[index] for index in range(count) if owners[index] == rank) for rank in ranks
@@ -137,7 +137,7 @@ def orthogonalize_shards(
     del results, row_groups, result_rows
     returned = mesh.all_to_all_shards(outgoing, receive_sizes, send_sizes)
     return [
-        flat.view(rows[mesh.shard_rank], width)
+        flat.view(rows[mesh.holder_rank], width)
         for flat, rows, width in zip(returned.split(own_sizes), rows_by_rank, widths, strict=True)
     ]
 
@@ -222,7 +222,7 @@ class Muon(torch.optim.Optimizer):
         )
         shapes = [self._shards.full_shape(p) for p in stack]
         dtype = self._iteration_dtype(weights[0])
-        if self._shards.full_parameters:
+        if stack[0] in self._shards.full_parameters:
             rows_by_rank = [self._shards.rows_by_rank(p) for p in stack]
             updates = orthogonalize_shards(
                 directions, shapes, rows_by_rank, self._shards.mesh, dtype
