@@ -183,7 +183,7 @@ SWITCHED = {
             num_value_heads=4,
             key_head_dim=16,
             value_head_dim=32,
-            separate_projections=True,
+            projections="separate",
             negative_eigenvalues=True,
             norm_eps=1e-5,
         ),

@@ -317,7 +317,8 @@ def test_the_rule_of_windows_and_rotation_are_those_of_transformers() -> None:
 @pytest.mark.parametrize(
     ("keys", "problem"),
     [
-        ({"enable_moe_block": True}, "26B-A4B"),
+        ({"enable_moe_block": True}, "num_experts is missing"),
+        ({"enable_moe_block": True, "use_double_wide_mlp": True}, "two widths beside experts"),
         ({"use_bidirectional_attention": "all"}, "tokens would see those after them"),
         ({"vocab_size_per_layer_input": 130}, "vocab_size"),
         ({"num_kv_shared_layers": 7}, "share keys and values"),

@@ -95,6 +95,15 @@ LATENT = SMALL | dict(
     v_head_dim=16,
 )
 MIXTURE = SMALL | dict(intermediate_size=24, num_experts_per_tok=2)
+# Hybrids of Qwen: a delta net whose key heads serve two value heads each, and attention.
+DELTA_NET = dict(
+    head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+)
 CASES: dict[str, tuple[str, dict]] = {
     "qwen3-moe": (
         "Qwen3Moe",
@@ -131,6 +140,37 @@ CASES: dict[str, tuple[str, dict]] = {
         | dict(sliding_window=7, max_window_layers=2, first_k_dense_replace=1),
     ),
     "mixtral": ("Mixtral", MIXTURE | dict(num_local_experts=4)),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        MIXTURE
+        | dict(num_experts=6, moe_intermediate_size=16, shared_expert_intermediate_size=32)
+        | dict(mlp_only_layers=[2], intermediate_size=80, use_sliding_window=True)
+        | dict(sliding_window=8, max_window_layers=3),
+    ),
+    "qwen3-next": (
+        "Qwen3Next",
+        MIXTURE
+        | DELTA_NET
+        | dict(num_experts=8, moe_intermediate_size=16, shared_expert_intermediate_size=24)
+        | dict(mlp_only_layers=[1], intermediate_size=80),
+    ),
+    "qwen3.5-moe": (
+        "Qwen3_5Moe",
+        {key: value for key, value in MIXTURE.items() if key != "intermediate_size"}
+        | DELTA_NET
+        | dict(num_experts=8, moe_intermediate_size=16, shared_expert_intermediate_size=24),
+    ),
+    "lfm2-moe": (
+        "Lfm2Moe",
+        MIXTURE
+        | dict(num_experts=8, moe_intermediate_size=16, num_dense_layers=1, intermediate_size=80)
+        | dict(layer_types=["conv", "full_attention", "conv", "conv"], routed_scaling_factor=1.5),
+    ),
+    "ernie4.5-moe": (
+        "Ernie4_5_Moe",
+        SMALL
+        | dict(moe_num_experts=8, moe_k=2, moe_intermediate_size=16, moe_num_shared_experts=2),
+    ),
     "olmoe": ("Olmoe", MIXTURE | dict(num_experts=8, num_experts_per_tok=3)),
     "gpt-oss": (  # a small limit, which many numbers exceed
         "GptOss",
@@ -314,6 +354,12 @@ CASES: dict[str, tuple[str, dict]] = {
         GEMMA4
         | dict(hidden_size_per_layer_input=0, attention_k_eq_v=True, num_global_key_value_heads=1),
     ),
+    "gemma4-26b-a4b": (
+        "Gemma4",
+        GEMMA4
+        | dict(hidden_size_per_layer_input=0, attention_k_eq_v=True, num_global_key_value_heads=1)
+        | dict(enable_moe_block=True, num_experts=8, top_k_experts=2, moe_intermediate_size=16),
+    ),
     "gemma4-12b": (
         "Gemma4Unified",
         GEMMA4 | dict(attention_k_eq_v=True, num_global_key_value_heads=1),
@@ -373,26 +419,30 @@ CASES: dict[str, tuple[str, dict]] = {
 }
 
 
+# Their norms' gains are 1 plus the weight.
+OFFSET_NORMS = ("Gemma", "Gemma2", "VaultGemma", "Gemma3", "Qwen3_5", "Qwen3_5Moe", "Qwen3Next")
+OFFSET_NORMS += ("Nemotron",)
+
+
 def tiny_reference(case: str) -> transformers.PreTrainedModel:
     """The same random weights at every call, large enough that every part of the model shows in the logits."""
     prefix, settings = CASES[case]
-    has_parts = prefix in ("Gemma3", "Gemma4", "Gemma4Unified", "Qwen3_5")
+    has_parts = prefix in ("Gemma3", "Gemma4", "Gemma4Unified", "Qwen3_5", "Qwen3_5Moe")
     family = f"{prefix}Text" if has_parts else prefix
     config = getattr(transformers, f"{family}Config")(**settings, attn_implementation="eager")
     head = "GPT2LMHeadModel" if prefix == "GPT2" else f"{prefix}ForCausalLM"
     torch.manual_seed(0)
     model = getattr(transformers, head)(config).eval()
     for name, parameter in model.named_parameters():
-        has_offset = (
-            prefix in ("Gemma", "Gemma2", "VaultGemma", "Gemma3", "Qwen3_5", "Nemotron")
-            and "linear_attn" not in name
-        )
+        has_offset = prefix in OFFSET_NORMS and "linear_attn" not in name
         is_gain = parameter.ndim == 1 and "norm" in name and not has_offset
         centre = 1.0 if is_gain else 0.0
         torch.nn.init.normal_(parameter, centre, 0.2)
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
             torch.nn.init.normal_(buffer, 0.8, 0.1)
+        if name.endswith("expert_bias"):
+            torch.nn.init.normal_(buffer, 0.0, 0.3)
         if name.endswith("act_fn.beta"):
             torch.nn.init.normal_(buffer, 0.5, 0.1)
     return model

@@ -48,7 +48,7 @@ SEPARATE = {
         num_value_heads=4,
         key_head_dim=8,
         value_head_dim=12,
-        separate_projections=True,
+        projections="separate",
         negative_eigenvalues=True,
         norm_eps=1e-5,
     ),

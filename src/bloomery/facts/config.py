@@ -14,6 +14,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
 RopeKind = Literal["linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 # How transformers' layers keep the documents of a row apart.
 DocumentWay = Literal["positions", "masks", "mask", "rows"]
+Projections = Literal["together", "separate", "by_head"]  # of a delta net
 Mixer = Literal["attention", "delta_net", "short_convolution"]  # mixes the tokens of a sequence
 
 
@@ -90,17 +91,21 @@ class Experts:
 
     The router's logits become scores, by a softmax over all experts or a sigmoid of each; those of the chosen ones are
     the weights of their sum. `softmax_of_chosen`: the logits choose, and the softmax is over the chosen ones alone.
-    `normalize`: the weights are divided by their sum plus `least_sum`. `weight_scale` multiplies them. `choice_bias`: a
-    stored number of each expert is added to its score for the choice alone (arXiv:2408.15664). `groups`: experts are
-    chosen from the `groups_per_token` best of so many equal groups; a group is as good as its best expert, or as its
-    `best_of_group` best together.
+    `normalize`: the weights are divided by their sum plus `least_sum`; with `clamps_sum` by the larger of the two.
+    `weight_scale` multiplies them. `choice_bias`: a stored number of each expert is added to its score for the choice
+    alone (arXiv:2408.15664); with `boxed_choice_bias` they are a matrix of one row. `groups`: experts are chosen from
+    the `groups_per_token` best of so many equal groups; a group is as good as its best expert, or as its
+    `best_of_group` best together. `normed_router`: it reads the token normed without a weight, times a
+    stored number of each input and 1 / sqrt(inputs), and one of each expert multiplies the weights (Gemma 4).
 
     `float32_router`: its matrix is float32 in memory and files, too, in whatever dtype the others are (as each choice
     bias is). `bias`: of each expert and of the router. `clamp`: of gate and up as in gpt-oss, with its activation, in
     which `slope` is that of the sigmoid.
     `shared_width`: of an MLP that computes every token, too; `shared_gate`: the sigmoid of a linear map of the token
-    multiplies it. `layers`: which layers have experts, the others an MLP; empty: all. `balance`: the coefficient of the
-    loss that evens their load, as the config states it; 0: none.
+    multiplies it. `own_norms`: router and experts read the residual stream, the experts through a norm of their own,
+    and what they and the shared MLP make is normed apart before it is added (Gemma 4). `layers`: which layers have
+    experts, the others an MLP; empty: all. `balance`: the coefficient of the loss that evens their load, as the config
+    states it; 0: none.
     """
 
     count: int
@@ -110,8 +115,11 @@ class Experts:
     softmax_of_chosen: bool = False
     normalize: bool = False
     least_sum: float = 0.0
+    clamps_sum: bool = False
     weight_scale: float = 1.0
     choice_bias: bool = False
+    boxed_choice_bias: bool = False
+    normed_router: bool = False
     groups: int = 1
     groups_per_token: int = 1
     best_of_group: int = 1
@@ -121,6 +129,7 @@ class Experts:
     slope: float = 1.702
     shared_width: int = 0
     shared_gate: bool = False
+    own_norms: bool = False
     layers: tuple[bool, ...] = ()
     balance: float = 0.0
 
@@ -130,9 +139,11 @@ class DeltaNet:
     """The sizes of gated delta nets (arXiv:2412.06464), which keep a matrix per head in place of keys and values.
 
     Each key head serves num_value_heads / num_key_heads consecutive value heads. `kernel`: the tokens that the
-    convolution before them sees, the own one included. `separate_projections`: queries, keys and values each have a
-    matrix and a convolution, as in OLMo-Hybrid. `negative_eigenvalues`: tokens are written with strengths of up to 2
-    (arXiv:2411.12537). `norm_eps`: of the norm of what is read; None: that of the model.
+    convolution before them sees, the own one included. `projections`: queries, keys and values have one matrix
+    ("together"); or each has a matrix and a convolution, as in OLMo-Hybrid ("separate"); or there are two matrices for
+    all that is projected, with the rows of each key head together, as in Qwen3-Next ("by_head").
+    `negative_eigenvalues`: tokens are written with strengths of up to 2 (arXiv:2411.12537). `norm_eps`: of the norm of
+    what is read; None: that of the model.
     """
 
     num_key_heads: int
@@ -140,7 +151,7 @@ class DeltaNet:
     key_head_dim: int
     value_head_dim: int
     kernel: int = 4
-    separate_projections: bool = False
+    projections: Projections = "together"
     negative_eigenvalues: bool = False
     norm_eps: float | None = None
 

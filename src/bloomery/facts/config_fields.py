@@ -216,10 +216,11 @@ def _scaling(
             fix=FIX,
         )
     if kind == "proportional":
+        share = model_fields.number("partial_rotary_factor", high=1.0, default=1.0)
         return RopeScaling(
             kind=kind,
             factor=scaling_fields.number("factor", low=1e-6, default=1.0),
-            turning_share=scaling_fields.number("partial_rotary_factor", high=1.0, default=1.0),
+            turning_share=scaling_fields.number("partial_rotary_factor", high=1.0, default=share),
         )
     if kind == "linear" or kind == "dynamic":
         return RopeScaling(kind=kind, factor=scaling_fields.number("factor", low=1e-6))

@@ -44,6 +44,12 @@ BLOCK_NORMS: Mapping[NormPlacement, tuple[str, ...]] = MappingProxyType(
         "shared": ("input_layernorm",),
     }
 )
+# Where what every token meets and what the router chooses are normed apart, as in Gemma 4.
+EXPERT_NORMS = (
+    "pre_feedforward_layernorm_2",
+    "post_feedforward_layernorm_1",
+    "post_feedforward_layernorm_2",
+)
 ROUTER = "mlp.gate.weight"
 CHOICE_BIAS = "e_score_correction_bias"  # of the router, by the name that DeepSeek gave it
 EXPERT_STACKS = tuple(
@@ -392,7 +398,7 @@ def is_kept_float32(config: ModelConfig, name: str) -> bool:
 
 def is_layer_matrix(name: str, shape: Shape) -> bool:
     """Whether a parameter is a matrix inside a layer, or a stack of them: no embedding, head, norm, bias or router."""
-    if not is_in_layer(name) or name.endswith(ROUTER):
+    if not is_in_layer(name) or name.endswith((ROUTER, CHOICE_BIAS)):
         return False
     return len(shape) == (3 if is_of_experts(name) else 2)
 
@@ -533,6 +539,10 @@ def _block_shapes(
         yield "layer_scalar", (1,)
     for name in BLOCK_NORMS[norm_placement(config, mixer)]:
         yield from _norm_shapes(config, name, config.hidden_size)
+    experts = experts_of(config, index)
+    if experts is not None and experts.own_norms:
+        for name in EXPERT_NORMS:
+            yield from _norm_shapes(config, name, config.hidden_size)
     if mixer == "delta_net" and config.delta_net is not None:
         yield from _delta_net_shapes(config.delta_net)
     if mixer == "short_convolution" and config.short_convolution is not None:
@@ -565,7 +575,7 @@ def _block_shapes(
         ):
             yield from (("mlp.act_fn.alpha_p", (1,)), ("mlp.act_fn.alpha_n", (1,)))
             yield from (("mlp.act_fn.beta", ()), ("mlp.act_fn.eps", ()))
-    if (experts := experts_of(config, index)) is not None:
+    if experts is not None:
         yield from _expert_shapes(config, experts)
     if config.per_layer_input_size:
         yield from _norm_shapes(config, "post_per_layer_input_norm", config.hidden_size)
@@ -575,13 +585,33 @@ def _delta_net_shapes(sizes: DeltaNet) -> Iterator[tuple[str, Shape]]:
     """The parameters of a delta net that are no matrices."""
     yield "linear_attn.dt_bias", (sizes.num_value_heads,)
     yield "linear_attn.A_log", (sizes.num_value_heads,)
-    if sizes.separate_projections:
+    if sizes.projections == "separate":
         for name, width in _separate_widths(sizes).items():
             yield from _convolution_shapes(f"linear_attn.{name}_conv1d", width, sizes.kernel)
     else:
         convolved_width = 2 * sizes.key_width + sizes.value_width
         yield from _convolution_shapes("linear_attn.conv1d", convolved_width, sizes.kernel)
     yield "linear_attn.norm.weight", (sizes.value_head_dim,)
+
+
+def delta_net_projections(sizes: DeltaNet) -> Mapping[str, int]:
+    """The matrices that read the input of a delta net, by name, and how many outputs each has."""
+    convolved_width = 2 * sizes.key_width + sizes.value_width
+    if sizes.projections == "by_head":
+        return {
+            "in_proj_qkvz": convolved_width + sizes.value_width,
+            "in_proj_ba": 2 * sizes.num_value_heads,
+        }
+    queries_keys_values = {"in_proj_qkv": convolved_width}
+    if sizes.projections == "separate":
+        widths = _separate_widths(sizes)
+        queries_keys_values = {f"{name}_proj": outputs for name, outputs in widths.items()}
+    return {
+        **queries_keys_values,
+        "in_proj_z": sizes.value_width,
+        "in_proj_b": sizes.num_value_heads,
+        "in_proj_a": sizes.num_value_heads,
+    }
 
 
 def _separate_widths(sizes: DeltaNet) -> dict[str, int]:
@@ -608,7 +638,10 @@ def _expert_shapes(config: ModelConfig, experts: Experts) -> Iterator[tuple[str,
     if experts.bias:
         yield "mlp.gate.bias", (count,)
     if experts.choice_bias:
-        yield f"mlp.gate.{CHOICE_BIAS}", (count,)
+        yield f"mlp.gate.{CHOICE_BIAS}", (1, count) if experts.boxed_choice_bias else (count,)
+    if experts.normed_router:
+        yield "mlp.gate.scale", (width,)
+        yield "mlp.gate.per_expert_scale", (count,)
     gates = 2 if config.gated_mlp else 1
     yield "mlp.experts.gate_up_proj", (count, gates * experts.width, width)
     if experts.bias:
@@ -690,15 +723,8 @@ def _attention_matrices(config: ModelConfig, index: int, sizes: LayerSizes) -> I
 
 def _delta_net_matrices(width: int, sizes: DeltaNet) -> Iterator[Matrix]:
     """Of queries, keys and values, mostly together; of the output's gate z, the strength of writing b, the decay a."""
-    if sizes.separate_projections:
-        for name, outputs in _separate_widths(sizes).items():
-            yield Matrix(f"linear_attn.{name}_proj", outputs, width, False)
-    else:
-        convolved_width = 2 * sizes.key_width + sizes.value_width
-        yield Matrix("linear_attn.in_proj_qkv", convolved_width, width, False)
-    yield Matrix("linear_attn.in_proj_z", sizes.value_width, width, False)
-    yield Matrix("linear_attn.in_proj_b", sizes.num_value_heads, width, False)
-    yield Matrix("linear_attn.in_proj_a", sizes.num_value_heads, width, False)
+    for name, outputs in delta_net_projections(sizes).items():
+        yield Matrix(f"linear_attn.{name}", outputs, width, False)
     yield Matrix("linear_attn.out_proj", width, sizes.value_width, False)
 
 

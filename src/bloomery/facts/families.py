@@ -28,6 +28,7 @@ from bloomery.facts.family_entries import (
     olmo_hybrid,
     plain_mlp,
     qwen,
+    qwen_mixtures,
 )
 from bloomery.facts.table import OpenTable
 
@@ -49,6 +50,7 @@ FAMILIES: OpenTable[Family] = OpenTable(
         **mixtures.FAMILIES,
         **latent.FAMILIES,
         **gpt_oss.FAMILIES,
+        **qwen_mixtures.FAMILIES,
     }
 )
 
@@ -63,6 +65,7 @@ MULTIMODAL: Mapping[str, str] = MappingProxyType(
         "gemma4_unified": "gemma4_unified_text",
         "mistral3": "mistral",
         "qwen3_5": "qwen3_5_text",
+        "qwen3_5_moe": "qwen3_5_moe_text",
     }
 )
 

@@ -68,8 +68,9 @@ class StoredNames:
     `model.io.stored.tensor_locations` is the only reader: of weights, of adapters and of exports.
     """
 
-    # Our name of a module, or of a prefix of it -> theirs. The first entry that fits is taken. Outside layers the name
-    # is the whole path ("model.embed_tokens"); inside one, "model.layers.0" and the module in it are renamed apart.
+    # Our name of a module, of a prefix of it, or of a parameter -> theirs. The first entry that fits is taken. Outside
+    # layers the name is the whole path ("model.embed_tokens"); inside one, "model.layers.0" and the module in it are
+    # renamed apart.
     renamed: Mapping[str, str] = field(default_factory=dict)
 
     # Our modules of a layer, in the order in which their rows are stacked -> the stored module that holds them all.

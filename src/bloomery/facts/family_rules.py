@@ -148,9 +148,17 @@ def mixers_by_type(fields: Fields, layers: int, kind: Callable[[int], str]) -> t
     return tuple(MIXER_TYPES[kind] for kind in types)
 
 
+def refuse_other_activation(fields: Fields) -> None:
+    """In transformers the convolution before a delta net has the activation of the MLP."""
+    if fields.get("hidden_act") not in ("silu", "swish"):
+        raise fields.lacks("hidden_act", "silu in a model with delta nets")
+
+
 def delta_net_of(fields: Fields) -> DeltaNet:
     def size(key: str) -> int:
         return fields.size(f"linear_{key}", 2**16)
+
+    refuse_other_activation(fields)
 
     return DeltaNet(
         num_key_heads=size("num_key_heads"),

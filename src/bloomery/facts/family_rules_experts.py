@@ -7,22 +7,31 @@ from typing import Any
 from bloomery.core.errors import UserError
 from bloomery.facts.config import Experts, LatentAttention, ModelConfig
 from bloomery.facts.config_fields import FIX, LARGEST, Fields, HfKeys, ModelFacts
+from bloomery.facts.family_rules import (
+    first_window,
+    qwen3_5_mixers,
+    windows_by_type,
+    windows_everywhere,
+    write_qwen3_5,
+)
 
 # What files call the number of experts; a config class may write another one than it reads.
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 LARGEST_COUNT = 2**14
 
 
-def experts_of(fields: Fields, *, width_key: str, **facts: Any) -> Experts:
+def experts_of(
+    fields: Fields, *, width_key: str, per_token_key: str = "num_experts_per_tok", **facts: Any
+) -> Experts:
     """By the keys that most families share. `facts`: fields of `Experts` that the family states, or its own keys do.
 
     Raises UserError where a token would meet more experts than there are.
     """
     count = expert_count(fields)
-    per_token = fields.size("num_experts_per_tok", LARGEST_COUNT)
+    per_token = fields.size(per_token_key, LARGEST_COUNT)
     if per_token > count:
         raise UserError(
-            f"num_experts_per_tok is {per_token}, and there are {count} experts",
+            f"{per_token_key} is {per_token}, and there are {count} experts",
             where=fields.where,
             fix=FIX,
         )
@@ -41,17 +50,23 @@ def expert_count(fields: Fields) -> int:
         raise UserError(
             f"two numbers of experts: {listed}", where=fields.where, fix="leave one of them out"
         )
-    default = next(key for key in COUNTS if key in fields.defaults)
+    default = next((key for key in COUNTS if key in fields.defaults), COUNTS[0])
     return fields.size(next(iter(stated), default), LARGEST_COUNT)
 
 
-def expert_keys(config: ModelConfig, *, count_key: str, width_key: str) -> HfKeys:
+def expert_keys(
+    config: ModelConfig,
+    *,
+    count_key: str,
+    width_key: str,
+    per_token_key: str = "num_experts_per_tok",
+) -> HfKeys:
     """Undoes `experts_of`."""
     experts = config.experts
     assert experts is not None
     return {
         count_key: experts.count,
-        "num_experts_per_tok": experts.per_token,
+        per_token_key: experts.per_token,
         width_key: experts.width,
         "router_aux_loss_coef": experts.balance,
     }
@@ -87,6 +102,162 @@ def write_qwen_experts(config: ModelConfig) -> HfKeys:
         "norm_topk_prob": experts.normalize,
         "decoder_sparse_step": 1,
         "mlp_only_layers": plain,
+    }
+
+
+def windows_of_qwen3_moe(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    """All layers or none: its class reads no `layer_types`."""
+    return windows_everywhere(fields, layers) if fields.flag("use_sliding_window") else ()
+
+
+def write_qwen3_moe(config: ModelConfig) -> HfKeys:
+    slides = config.sliding_window != ()
+    return {
+        "sliding_window": first_window(config),
+        "use_sliding_window": slides,
+        **write_qwen_experts(config),
+    }
+
+
+def qwen_shared_experts(fields: Fields, facts: ModelFacts) -> ModelFacts:
+    """Qwen's models with an expert that every token meets, behind a gate."""
+    experts: Experts = qwen_experts(fields, facts)["experts"]
+    return {"experts": replace(experts, **_shared_of_qwen(fields))}
+
+
+def write_qwen_shared_experts(config: ModelConfig) -> HfKeys:
+    return write_qwen_experts(config) | _shared_keys_of_qwen(config)
+
+
+def _shared_of_qwen(fields: Fields) -> ModelFacts:
+    width = fields.size("shared_expert_intermediate_size", LARGEST["intermediate_size"])
+    return {"shared_width": width, "shared_gate": True}
+
+
+def _shared_keys_of_qwen(config: ModelConfig) -> HfKeys:
+    experts = config.experts
+    assert experts is not None
+    return {"shared_expert_intermediate_size": experts.shared_width}
+
+
+def windows_of_qwen2_moe(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    """Each second one of the first layers, where the file does not say which."""
+    if not fields.flag("use_sliding_window"):
+        return ()
+    windowed_layers = fields.number("max_window_layers", default=layers)
+    return windows_by_type(fields, layers, lambda n: (n + 1) % 2 == 1 and n < windowed_layers)
+
+
+def qwen3_next_facts(fields: Fields, facts: ModelFacts) -> ModelFacts:
+    """Qwen3.5's mixers, whose matrices have the rows of each key head together."""
+    mixers = qwen3_5_mixers(fields, facts)
+    delta_net = replace(mixers["delta_net"], projections="by_head")
+    return {**mixers, "delta_net": delta_net, **qwen_shared_experts(fields, facts)}
+
+
+def write_qwen3_next(config: ModelConfig) -> HfKeys:
+    return write_qwen3_5(config) | write_qwen_shared_experts(config)
+
+
+def qwen3_5_moe_facts(fields: Fields, facts: ModelFacts) -> ModelFacts:
+    """Every layer has experts, and their weights always sum to 1."""
+    experts = experts_of(
+        fields, width_key="moe_intermediate_size", normalize=True, **_shared_of_qwen(fields)
+    )
+    return {**qwen3_5_mixers(fields, facts), "experts": experts}
+
+
+def write_qwen3_5_moe(config: ModelConfig) -> HfKeys:
+    return {
+        **write_qwen3_5(config),
+        **expert_keys(config, count_key="num_experts", width_key="moe_intermediate_size"),
+        **_shared_keys_of_qwen(config),
+    }
+
+
+def lfm2_experts(fields: Fields, facts: ModelFacts) -> ModelFacts:
+    """Sigmoids with a bias of the choice, and MLPs in the first layers. No loss evens the load."""
+    dense = fields.get("num_dense_layers")
+    if type(dense) is not int or dense < 0:
+        raise fields.refuse("num_dense_layers", "a number of layers")
+    experts = experts_of(
+        fields,
+        width_key="moe_intermediate_size",
+        scores="sigmoid",
+        normalize=fields.flag("norm_topk_prob"),
+        least_sum=1e-6,
+        weight_scale=fields.number("routed_scaling_factor"),
+        choice_bias=fields.flag("use_expert_bias"),
+        layers=_all_but_first(dense, facts["num_layers"]),
+    )
+    return {"experts": replace(experts, balance=0.0)}
+
+
+def _all_but_first(dense: int, num_layers: int) -> tuple[bool, ...]:
+    return tuple(number >= dense for number in range(num_layers)) if dense else ()
+
+
+def write_lfm2_experts(config: ModelConfig) -> HfKeys:
+    experts = config.experts
+    assert experts is not None
+    keys = expert_keys(config, count_key="num_experts", width_key="moe_intermediate_size")
+    del keys["router_aux_loss_coef"]
+    return keys | {
+        "num_dense_layers": experts.layers.count(False),
+        "norm_topk_prob": experts.normalize,
+        "routed_scaling_factor": experts.weight_scale,
+        "use_expert_bias": experts.choice_bias,
+    }
+
+
+def ernie_experts(fields: Fields, facts: ModelFacts) -> ModelFacts:
+    """A softmax with a bias of the choice, shared experts without a gate, and a float32 router."""
+    num_layers = facts["num_layers"]
+    shared = fields.get("moe_num_shared_experts") or 0
+    if type(shared) is not int or not 0 <= shared <= LARGEST_COUNT:
+        raise fields.refuse("moe_num_shared_experts", "a number of experts")
+    first = int(fields.number("moe_layer_start_index"))
+    last = int(fields.number("moe_layer_end_index", low=-1))
+    interval = fields.size("moe_layer_interval", 2**12)
+    last = num_layers - 1 if last == -1 else last
+    has_experts = tuple((n + 1) % interval == 0 and first <= n <= last for n in range(num_layers))
+    experts = experts_of(
+        fields,
+        width_key="moe_intermediate_size",
+        per_token_key="moe_k"
+        if "num_experts_per_tok" not in fields.values
+        else "num_experts_per_tok",
+        normalize=True,
+        least_sum=fields.number("moe_norm_min", high=1.0),
+        clamps_sum=True,
+        choice_bias=True,
+        boxed_choice_bias=True,
+        float32_router=True,
+        layers=() if all(has_experts) else has_experts,
+    )
+    # Its attention has no dropout, whatever the config says.
+    shared_width = shared * experts.width
+    return {"experts": replace(experts, shared_width=shared_width), "attention_dropout": 0.0}
+
+
+def write_ernie_experts(config: ModelConfig) -> HfKeys:
+    experts = config.experts
+    assert experts is not None
+    has_experts = experts.layers or (True,) * config.num_layers
+    numbers = [n for n, entry in enumerate(has_experts) if entry]
+    interval = numbers[1] - numbers[0] if len(numbers) > 1 else 1
+    return {
+        **expert_keys(
+            config,
+            count_key="moe_num_experts",
+            width_key="moe_intermediate_size",
+            per_token_key="moe_k",
+        ),
+        "moe_num_shared_experts": experts.shared_width // experts.width,
+        "moe_layer_start_index": numbers[0] if numbers else config.num_layers,
+        "moe_layer_end_index": numbers[-1] if numbers else config.num_layers,
+        "moe_layer_interval": interval,
+        "moe_norm_min": experts.least_sum,
     }
 
 

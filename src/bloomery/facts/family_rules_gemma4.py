@@ -1,12 +1,14 @@
 """What takes more than copying between a config.json of Gemma 4 and the facts of a ModelConfig, both ways."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from bloomery.core.errors import UserError
-from bloomery.facts.config import LayerSizes, ModelConfig, RopeScaling
+from bloomery.facts.config import Experts, LayerSizes, ModelConfig, RopeScaling
 from bloomery.facts.config_fields import Fields, HfKeys, ModelFacts
 from bloomery.facts.family_rules import layer_types, windows_by_type
+from bloomery.facts.family_rules_experts import experts_of
 
 # transformers' config class has these where a file has none.
 GEMMA4_ROPE: HfKeys = {
@@ -45,6 +47,7 @@ def gemma4_facts(fields: Fields, facts: ModelFacts) -> ModelFacts:
         "num_kv_shared_layers": shared,
         "per_layer_input_size": width,
         "attention_scale": 1.0,
+        "experts": _experts_beside_mlp(fields, facts) if fields.flag("enable_moe_block") else None,
         "final_softcap": fields.optional_number("final_logit_softcapping"),
     }
 
@@ -67,10 +70,9 @@ def fresh_gemma4(sizes: Mapping[str, Any]) -> HfKeys:
 def refuse_unknown_layers(fields: Fields) -> None:
     """Raises UserError for what transformers' Gemma 4 computes and the decoder does not."""
     choose = "choose another model"
-    if fields.flag("enable_moe_block"):
-        problem = "enable_moe_block: Gemma 4's experts beside the MLP (26B-A4B) are not supported"
-        fix = "choose a dense Gemma 4: E2B, E4B, 12B or 31B"
-        raise UserError(problem, where=fields.where, fix=fix)
+    if fields.flag("enable_moe_block") and fields.flag("use_double_wide_mlp"):
+        problem = "use_double_wide_mlp: MLPs of two widths beside experts are not supported"
+        raise UserError(problem, where=fields.where, fix=choose)
     if fields.get("use_bidirectional_attention") == "all":
         problem = (
             "use_bidirectional_attention: all is not supported: tokens would see those after them"
@@ -78,6 +80,19 @@ def refuse_unknown_layers(fields: Fields) -> None:
         raise UserError(problem, where=fields.where, fix=choose)
     if fields.get("rope_scaling") is not None:
         raise fields.refuse("rope_scaling", "absent: Gemma 4 reads rope_parameters alone")
+
+
+def _experts_beside_mlp(fields: Fields, facts: ModelFacts) -> Experts:
+    experts = experts_of(
+        fields,
+        width_key="moe_intermediate_size",
+        per_token_key="top_k_experts",
+        normalize=True,
+        normed_router=True,
+        shared_width=facts["intermediate_size"],
+        own_norms=True,
+    )
+    return replace(experts, balance=0.0)
 
 
 def _count(fields: Fields, key: str, largest: int) -> int:
@@ -144,7 +159,19 @@ def write_gemma4(config: ModelConfig) -> HfKeys:
         "use_double_wide_mlp": is_wide,
         "hidden_size_per_layer_input": config.per_layer_input_size,
         "vocab_size_per_layer_input": config.vocab_size,
-        "enable_moe_block": False,
+        **_expert_keys(config),
         "use_bidirectional_attention": None,
         "final_logit_softcapping": config.final_softcap,
+    }
+
+
+def _expert_keys(config: ModelConfig) -> HfKeys:
+    experts = config.experts
+    if experts is None:
+        return {"enable_moe_block": False}
+    return {
+        "enable_moe_block": True,
+        "num_experts": experts.count,
+        "top_k_experts": experts.per_token,
+        "moe_intermediate_size": experts.width,
     }

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from bloomery.core.errors import UserError
-from bloomery.facts.config import ModelConfig, checked_config
+from bloomery.facts.config import Experts, ModelConfig, checked_config
 from bloomery.facts.config_fields import (
     LARGEST,
     Fields,
@@ -20,6 +20,7 @@ from bloomery.facts.config_fields import (
 )
 from bloomery.facts.families import FAMILIES, MULTIMODAL, known_family
 from bloomery.facts.family import Family
+from bloomery.facts.family_rules_experts import COUNTS
 
 
 def text_part(hf: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -223,7 +224,7 @@ def has_delta_net(family: Family) -> bool:
 
 def has_experts(family: Family) -> bool:
     """Whether layers of the family's models have experts in place of an MLP."""
-    return "num_experts_per_tok" in family.defaults
+    return any(key in family.defaults for key in COUNTS)
 
 
 def fresh_config(
@@ -257,7 +258,17 @@ def fresh_config(
         fix = "leave it out, or set model.family=qwen3_moe"
         raise UserError(f"a new {name} model has no experts", where="model.experts", fix=fix)
     if experts and config.experts is not None:
-        asked: dict[str, Any] = dict(experts)
-        config = replace(config, experts=replace(config.experts, **asked))
-        config = checked_config(config, where="model.experts")
+        config = _with_experts(config, config.experts, experts)
     return replace(config, embedding_dropout=0.0, residual_dropout=0.0, attention_dropout=0.0)
+
+
+def _with_experts(config: ModelConfig, default: Experts, asked: Mapping[str, int]) -> ModelConfig:
+    """The config with other sizes of its experts. A shared expert keeps its ratio to the others."""
+    sizes: dict[str, Any] = dict(asked)
+    width = sizes.get("width", default.width)
+    shared_width = default.shared_width * width // default.width
+    experts = replace(default, shared_width=shared_width, **sizes)
+    # Where no layer has an MLP, some families state the width of experts alone.
+    mlp_width = config.intermediate_size if experts.layers else width
+    resized = replace(config, experts=experts, intermediate_size=mlp_width)
+    return checked_config(resized, where="model.experts")

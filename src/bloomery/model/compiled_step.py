@@ -484,6 +484,8 @@ def _unsupported(decoder: Decoder) -> str | None:
             heads += [layer.delta_net.key_head_dim, layer.delta_net.value_head_dim]
         if any(width % LINE for width in inputs) or any(width % LANES for width in heads):
             return f"its widths are not multiples of {LINE}, or those of its heads not of {LANES}"
+    if config.delta_net is not None and config.delta_net.projections != "together":
+        return "its delta nets have other matrices"
     if config.per_layer_input_size or config.layer_scalar or config.value_norm:
         return "its layers have parts that are not compiled"
     # Every module must be one that the code computes, with weights that it reads.

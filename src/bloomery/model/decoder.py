@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from bloomery.core.errors import UserError
 from bloomery.facts.config import Mixer, ModelConfig, Stage, whole_model
-from bloomery.facts.counting import BLOCK_NORMS, MIXER_MODULES, Layer, layers
+from bloomery.facts.counting import BLOCK_NORMS, EXPERT_NORMS, MIXER_MODULES, Layer, layers
 from bloomery.model import compiled_pointwise
 from bloomery.model.attention.attend import DocumentBorders, DocumentLayout, layout_of
 from bloomery.model.cache import Cache, LayerCache, StateCache, VisiblePast
@@ -129,13 +129,16 @@ class Block(nn.Module):
     The mixer is a module of the name that `counting.MIXER_MODULES` gives its kind. With `config.per_layer_input_size`
     a third branch follows, as in Gemma 4: per_layer_input_gate and activation, times what the layer is given of each
     token, per_layer_projection, post_per_layer_input_norm. `config.layer_scalar` then multiplies all of it. "MLP"
-    stands for a mixture of experts, too.
+    stands for a mixture of experts, too; one with `own_norms` is beside an MLP, and both have norms of their own.
     """
 
     input_layernorm: nn.Module
     post_attention_layernorm: nn.Module
     pre_feedforward_layernorm: nn.Module
     post_feedforward_layernorm: nn.Module
+    pre_feedforward_layernorm_2: nn.Module
+    post_feedforward_layernorm_1: nn.Module
+    post_feedforward_layernorm_2: nn.Module
     self_attn: Attention
 
     def __init__(self, config: ModelConfig, layer: Layer, backend: str) -> None:
@@ -146,6 +149,11 @@ class Block(nn.Module):
         self.multiplier = config.residual_multiplier
         for name in BLOCK_NORMS[layer.norm_placement]:
             self.add_module(name, build_norm(config, config.hidden_size))
+        experts = layer.experts
+        self.has_expert_norms = experts is not None and experts.own_norms
+        if self.has_expert_norms:
+            for name in EXPERT_NORMS:
+                self.add_module(name, build_norm(config, config.hidden_size))
         self.add_module(MIXER_MODULES[layer.mixer], MIXERS[layer.mixer](config, layer, backend))
         self.mlp = build_mlp(config, layer, backend)
         if width := config.per_layer_input_size:
@@ -198,7 +206,10 @@ class Block(nn.Module):
             y_BTD = self.pre_feedforward_layernorm(x_BTD)
         elif norm_before:
             y_BTD = self.post_attention_layernorm(x_BTD)
-        y_BTD, load = self.feed_forward(y_BTD, is_real_BT)
+        if self.has_expert_norms:
+            y_BTD, load = self.feed_forward_apart(y_BTD, x_BTD, is_real_BT)
+        else:
+            y_BTD, load = self.feed_forward(y_BTD, is_real_BT)
         y_BTD = self.drop(y_BTD)
         x_BTD = self.added(x_BTD, self.post_feedforward_layernorm(y_BTD) if norm_after else y_BTD)
 
@@ -218,6 +229,16 @@ class Block(nn.Module):
             return self.mlp(x_BTD), None
         y_BTD, load = self.mlp(x_BTD, is_real_BT)
         return y_BTD, load
+
+    def feed_forward_apart(
+        self, normed_BTD: Tensor, x_BTD: Tensor, is_real_BT: Tensor | None
+    ) -> tuple[Tensor, RouterLoad | None]:
+        """The MLP of the normed stream, and the experts of the stream itself, as in Gemma 4."""
+        assert isinstance(self.mlp, MixtureOfExperts)
+        shared_BTD = self.post_feedforward_layernorm_1(self.mlp.shared(normed_BTD))
+        inputs_BTD = self.pre_feedforward_layernorm_2(x_BTD)
+        chosen_BTD, load = self.mlp.chosen(inputs_BTD, x_BTD, is_real_BT)
+        return shared_BTD + self.post_feedforward_layernorm_2(chosen_BTD), load
 
     def output(
         self, x_BTD: Tensor, past: VisiblePast | None, load: RouterLoad | None

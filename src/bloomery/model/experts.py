@@ -20,7 +20,7 @@ from torch.utils.flop_counter import register_flop_formula
 from bloomery.facts.config import Experts, ModelConfig
 from bloomery.facts.counting import Shape
 from bloomery.model.io.parameters import local
-from bloomery.model.norms import widened, working_dtype
+from bloomery.model.norms import RMSNorm, widened, working_dtype
 
 
 class Choice(NamedTuple):
@@ -59,12 +59,19 @@ class Router(nn.Module):
         self.bias = nn.Parameter(torch.empty(experts.count)) if experts.bias else None
         self.e_score_correction_bias = None
         if experts.choice_bias:
-            self.e_score_correction_bias = nn.Parameter(
-                torch.empty(experts.count), requires_grad=False
-            )
+            shape = (1, experts.count) if experts.boxed_choice_bias else (experts.count,)
+            self.e_score_correction_bias = nn.Parameter(torch.empty(shape), requires_grad=False)
+        if experts.normed_router:
+            width = config.hidden_size
+            self.norm = RMSNorm(width, config.norm_eps, unit_offset=False, has_weight=False)
+            self.scale = nn.Parameter(torch.empty(width))
+            self.per_expert_scale = nn.Parameter(torch.empty(experts.count))
 
     def forward(self, x_ND: Tensor) -> Choice:
         facts = self.facts
+        if facts.normed_router:
+            x_ND = self.norm(x_ND, torch.promote_types(x_ND.dtype, torch.float32))
+            x_ND = x_ND * self.scale.to(x_ND.dtype) * x_ND.shape[-1] ** -0.5
         with torch.autocast(x_ND.device.type, enabled=False):
             logits_NE: Tensor = _WideProduct.apply(x_ND, self.weight)  # type: ignore[no-untyped-call]  # torch's `apply`
             if self.bias is not None:
@@ -78,8 +85,15 @@ class Router(nn.Module):
         else:
             weights_NK = scores_NE.gather(1, experts_NK)
         if facts.normalize:
-            weights_NK = weights_NK / (weights_NK.sum(-1, keepdim=True) + facts.least_sum)
-        return Choice(logits_NE, scores_NE, experts_NK, weights_NK * facts.weight_scale)
+            sums_N1 = weights_NK.sum(-1, keepdim=True)
+            least = facts.least_sum
+            weights_NK = weights_NK / (
+                sums_N1.clamp(min=least) if facts.clamps_sum else sums_N1 + least
+            )
+        weights_NK = weights_NK * facts.weight_scale
+        if facts.normed_router:
+            weights_NK = weights_NK * self.per_expert_scale.to(weights_NK.dtype)[experts_NK]
+        return Choice(logits_NE, scores_NE, experts_NK, weights_NK)
 
     def chosen(self, scores_NE: Tensor) -> Tensor:
         """int64 [N, K]: the experts of each token, the best first."""
@@ -252,15 +266,24 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x_BTD: Tensor, is_real_BT: Tensor | None) -> tuple[Tensor, RouterLoad | None]:
         """[B, T, D], and the load of the experts over the tokens that are no padding; None where nobody asks for it."""
-        x_ND = x_BTD.flatten(0, -2)
-        choice: Choice = self.gate(x_ND)
-        y_BTD: Tensor = self.experts(x_ND, choice).view_as(x_BTD)
-        if self.shared_expert is not None:
-            shared_BTD = self.shared_expert(x_BTD)
-            if self.shared_expert_gate is not None:
-                shared_BTD = shared_BTD * self.shared_expert_gate(x_BTD).sigmoid()
-            y_BTD = y_BTD + shared_BTD
+        y_BTD, load = self.chosen(x_BTD, x_BTD, is_real_BT)
+        return (y_BTD if self.shared_expert is None else y_BTD + self.shared(x_BTD)), load
+
+    def chosen(
+        self, x_BTD: Tensor, routed_BTD: Tensor, is_real_BT: Tensor | None
+    ) -> tuple[Tensor, RouterLoad | None]:
+        """What the experts make of x that the router chooses for `routed_BTD`, and their load."""
+        choice: Choice = self.gate(routed_BTD.flatten(0, -2))
+        y_BTD: Tensor = self.experts(x_BTD.flatten(0, -2), choice).view_as(x_BTD)
         return y_BTD, None if is_real_BT is None else load_of(choice, is_real_BT.flatten())
+
+    def shared(self, x_BTD: Tensor) -> Tensor:
+        """What the expert makes that every token meets."""
+        assert self.shared_expert is not None
+        y_BTD: Tensor = self.shared_expert(x_BTD)
+        if self.shared_expert_gate is not None:
+            y_BTD = y_BTD * self.shared_expert_gate(x_BTD).sigmoid()
+        return y_BTD
 
 
 def load_of(choice: Choice, is_real_N: Tensor) -> RouterLoad:

@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.config_fields import Fields, HfKeys, ModelFacts
-from bloomery.facts.family import BIASES, LLAMA_KEYS, Family
+from bloomery.facts.family import BIASES, LLAMA_KEYS, Family, StoredExperts, StoredNames
 from bloomery.facts.family_rules_gemma4 import (
     GEMMA4_ROPE,
     fresh_gemma4,
@@ -74,7 +74,7 @@ def _write_unified(config: ModelConfig) -> HfKeys:
 
 
 def _unified_facts(fields: Fields, facts: ModelFacts) -> ModelFacts:
-    return gemma4_facts(fields, facts) | {"per_layer_input_size": 0}
+    return gemma4_facts(fields, facts) | {"per_layer_input_size": 0, "experts": None}
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -98,6 +98,22 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "sliding_window": 512,
                 "hidden_size_per_layer_input": 256,
             },
+            # The MLP that every token meets is a shared expert here.
+            stored=StoredNames(
+                renamed={
+                    "mlp.shared_expert": "mlp",
+                    "mlp.gate.scale": "router.scale",
+                    "mlp.gate.per_expert_scale": "router.per_expert_scale",
+                    "mlp.gate": "router.proj",
+                },
+                experts=StoredExperts(
+                    prefix="experts",
+                    stacks={
+                        "gate_up_proj": "experts.gate_up_proj",
+                        "down_proj": "experts.down_proj",
+                    },
+                ),
+            ),
             gguf=_GRAPH,
         ),
         "gemma4_unified_text": Family(

@@ -6,8 +6,9 @@ from typing import Any
 
 from bloomery.facts.config import Mixer, ModelConfig, ShortConvolution
 from bloomery.facts.config_fields import LARGEST, Fields, HfKeys, ModelFacts
-from bloomery.facts.family import BIASES, LLAMA_KEYS, Family, StoredNames
+from bloomery.facts.family import BIASES, LLAMA_KEYS, Family, StoredExperts, StoredNames
 from bloomery.facts.family_rules import first_window, mixers_by_type
+from bloomery.facts.family_rules_experts import lfm2_experts, write_lfm2_experts
 from bloomery.facts.gguf_graphs import GgufGraph
 
 _NAMES = {
@@ -16,6 +17,13 @@ _NAMES = {
     "mlp.up_proj": "feed_forward.w3",
     "mlp.down_proj": "feed_forward.w2",
     "model.norm": "model.embedding_norm",
+}
+_LFM2_NAMES = {
+    **_NAMES,
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.o_proj": "self_attn.out_proj",
+    "self_attn.q_norm": "self_attn.q_layernorm",
+    "self_attn.k_norm": "self_attn.k_layernorm",
 }
 
 
@@ -36,14 +44,18 @@ def _lfm2_facts(fields: Fields, facts: ModelFacts) -> ModelFacts:
                 "full_attention" if attention_layers is None or n in attention_layers else "conv"
             ),
         ),
-        "short_convolution": ShortConvolution(
-            kernel=fields.size("conv_L_cache", 2**10), bias=fields.flag("conv_bias")
-        ),
+        "short_convolution": _convolution(fields),
         "intermediate_size": _width_of_mlp(fields, width),
         "tie_embeddings": fields.flag(tied),
         "activation": "silu",
         "attention_dropout": 0.0,
     }
+
+
+def _convolution(fields: Fields) -> ShortConvolution:
+    return ShortConvolution(
+        kernel=fields.size("conv_L_cache", 2**10), bias=fields.flag("conv_bias")
+    )
 
 
 def _width_of_mlp(fields: Fields, width: int) -> int:
@@ -78,6 +90,35 @@ def _fresh_lfm2(sizes: Mapping[str, Any]) -> HfKeys:
     }
 
 
+def _lfm2_moe_facts(fields: Fields, facts: ModelFacts) -> ModelFacts:
+    """As LFM2, whose older spellings its class does not know."""
+    if fields.get("layer_types") is None:
+        raise fields.refuse("layer_types", "a list of layers: conv or full_attention")
+    tied = "tie_word_embeddings" if fields.get("tie_embedding") is None else "tie_embedding"
+    return {
+        "mixers": mixers_by_type(fields, facts["num_layers"], lambda _: "conv"),
+        "short_convolution": _convolution(fields),
+        "tie_embeddings": fields.flag(tied),
+        "activation": "silu",
+        "attention_dropout": 0.0,
+        **lfm2_experts(fields, facts),
+    }
+
+
+def _write_lfm2_moe(config: ModelConfig) -> HfKeys:
+    keys = {
+        key: value for key, value in _write_lfm2(config).items() if not key.startswith("block_")
+    }
+    return keys | write_lfm2_experts(config)
+
+
+def _fresh_lfm2_moe(sizes: Mapping[str, Any]) -> HfKeys:
+    """Attention in each third layer, MLPs in the first ones, as in LFM2-8B-A1B."""
+    layers = sizes["num_layers"]
+    kinds = ["full_attention" if n % 3 == 2 else "conv" for n in range(layers)]
+    return {"layer_types": kinds, "num_dense_layers": min(2, layers // 3)}
+
+
 # The kind of each layer that a file of LFM3 does not state, by its number's remainder by 4; the first is a convolution.
 _LFM3_KINDS = ("sliding_attention", "conv", "full_attention", "conv")
 _LFM3_ROPE = {
@@ -109,9 +150,7 @@ def _lfm3_facts(fields: Fields, facts: ModelFacts) -> ModelFacts:
     kinds = _lfm3_kinds(fields, facts["num_layers"])
     return {
         "mixers": mixers_by_type(fields, facts["num_layers"], lambda n: kinds[n]),
-        "short_convolution": ShortConvolution(
-            kernel=fields.size("conv_L_cache", 2**10), bias=fields.flag("conv_bias")
-        ),
+        "short_convolution": _convolution(fields),
         "head_gate": fields.flag("use_attention_gate"),
         # Its config class takes Llama's name for the same number, and the last one that it sees.
         "norm_eps": fields.number(
@@ -169,21 +208,54 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "block_ffn_dim_multiplier": 1.0,
                 "block_multiple_of": 256,
             },
-            stored=StoredNames(
-                renamed={
-                    **_NAMES,
-                    "post_attention_layernorm": "ffn_norm",
-                    "self_attn.o_proj": "self_attn.out_proj",
-                    "self_attn.q_norm": "self_attn.q_layernorm",
-                    "self_attn.k_norm": "self_attn.k_layernorm",
-                }
-            ),
+            stored=StoredNames(renamed=_LFM2_NAMES),
             gguf=GgufGraph(
                 "lfm2",
                 {"qk_norm": "head"},
                 free=("mixers",),
                 renamed={"model.norm": "token_embd_norm"},
                 keys={"conv_L_cache": "shortconv.l_cache"},
+            ),
+        ),
+        "lfm2_moe": Family(
+            "Lfm2MoeForCausalLM",
+            "LFM2 MoE",
+            {"qk_norm": "head"},
+            keys=MappingProxyType({**LLAMA_KEYS, "norm_eps": "norm_eps"}),
+            extra=_lfm2_moe_facts,
+            write=_write_lfm2_moe,
+            fresh=_fresh_lfm2_moe,
+            defaults={
+                "vocab_size": 65536,
+                "hidden_size": 2048,
+                "intermediate_size": 7168,
+                "num_hidden_layers": 32,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 8,
+                "max_position_embeddings": 128_000,
+                "norm_eps": 1e-5,
+                "hidden_act": "silu",
+                "rope_theta": 1e6,
+                "tie_word_embeddings": True,
+                "conv_L_cache": 3,
+                "num_dense_layers": 2,
+                "num_experts": 32,
+                "num_experts_per_tok": 4,
+                "moe_intermediate_size": 1792,
+                "use_expert_bias": True,
+                "norm_topk_prob": True,
+                "routed_scaling_factor": 1.0,
+            },
+            stored=StoredNames(
+                renamed={
+                    **_LFM2_NAMES,
+                    "mlp.gate.e_score_correction_bias": "feed_forward.expert_bias",
+                    "mlp.gate": "feed_forward.gate",
+                },
+                experts=StoredExperts(
+                    prefix="feed_forward.experts",
+                    modules={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+                ),
             ),
         ),
         "lfm3": Family(

@@ -4,14 +4,15 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from bloomery.facts.family import BIASES, Family, StoredExperts, StoredNames
-from bloomery.facts.family_rules import windows_everywhere, windows_of_qwen, write_qwen
+from bloomery.facts.family_rules import windows_everywhere
 from bloomery.facts.family_rules_experts import (
     mixtral_experts,
     olmoe_experts,
     qwen_experts,
+    windows_of_qwen3_moe,
     write_mixtral_experts,
     write_olmoe_experts,
-    write_qwen_experts,
+    write_qwen3_moe,
 )
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -21,9 +22,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             "Qwen3 MoE",
             {"qk_norm": "head"},
             flags=BIASES,
-            windows=windows_of_qwen,
+            windows=windows_of_qwen3_moe,
             extra=qwen_experts,
-            write=lambda config: write_qwen(config) | write_qwen_experts(config),
+            write=write_qwen3_moe,
             defaults={
                 "head_dim": 128,
                 "num_key_value_heads": 4,
@@ -31,6 +32,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "rms_norm_eps": 1e-6,
                 "hidden_act": "silu",
                 "rope_theta": 1e4,
+                "sliding_window": 4096,
                 "num_experts": 128,
                 "num_experts_per_tok": 8,
                 "moe_intermediate_size": 768,

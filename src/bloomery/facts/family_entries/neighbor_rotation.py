@@ -1,4 +1,4 @@
-"""Families that rotate neighboring numbers of a head: ERNIE 4.5, Helium, Cohere's and GLM's."""
+"""Families that rotate neighboring numbers of a head: ERNIE 4.5 and its mixture, Helium, Cohere's and GLM's."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -12,6 +12,7 @@ from bloomery.facts.family_rules_dense import (
     write_cohere,
     write_rotation_in_windows,
 )
+from bloomery.facts.family_rules_experts import ernie_experts, write_ernie_experts
 from bloomery.facts.gguf_graphs import GgufGraph
 
 _NEIGHBORS: ModelFacts = {"rope_interleave": True}
@@ -69,6 +70,39 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "tie_word_embeddings": True,
             },
             gguf=GgufGraph("ernie4_5", _NEIGHBORS, free=()),
+        ),
+        "ernie4_5_moe": Family(
+            "Ernie4_5_MoeForCausalLM",
+            "ERNIE 4.5 MoE",
+            _NEIGHBORS,
+            extra=ernie_experts,
+            write=write_ernie_experts,
+            by_transformers=("use_bias",),  # its head has one, too
+            defaults={
+                "num_key_value_heads": 4,
+                "max_position_embeddings": 131072,
+                "rms_norm_eps": 1e-5,
+                "hidden_act": "silu",
+                "rope_theta": 5e5,
+                "tie_word_embeddings": True,
+                "intermediate_size": 12288,
+                "moe_num_experts": 64,
+                "moe_k": 6,
+                "moe_intermediate_size": 1536,
+                "moe_num_shared_experts": 2,
+                "moe_layer_start_index": 1,
+                "moe_layer_end_index": -1,
+                "moe_layer_interval": 1,
+                "moe_norm_min": 1e-12,
+                "router_aux_loss_coef": 0.001,
+            },
+            stored=StoredNames(
+                renamed={
+                    "mlp.gate.e_score_correction_bias": ("mlp.moe_statics.e_score_correction_bias"),
+                    "mlp.shared_expert": "mlp.shared_experts",
+                },
+                in_memory={"mlp.moe_statics": "mlp.gate.moe_statics"},
+            ),
         ),
         "helium": Family(
             "HeliumForCausalLM",

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from bloomery.facts.config import DeltaNet, ModelConfig
 from bloomery.facts.config_fields import Fields, HfKeys, ModelFacts
 from bloomery.facts.family import BIASES, Family, StoredNames
-from bloomery.facts.family_rules import mixers_by_type, write_qwen3_5
+from bloomery.facts.family_rules import mixers_by_type, refuse_other_activation, write_qwen3_5
 
 # What is read of a delta net is normed with this epsilon, whatever the config says.
 _READ_EPS = 1e-5
@@ -23,6 +23,7 @@ def _layers(fields: Fields, facts: ModelFacts) -> ModelFacts:
     def size(key: str, default: int) -> int:
         return fields.size(f"linear_{key}", 2**16, default=default)
 
+    refuse_other_activation(fields)
     num_key_heads = size("num_key_heads", facts["num_heads"])
     key_head_dim = size("key_head_dim", int(0.75 * facts["hidden_size"] / num_key_heads))
     return {
@@ -33,7 +34,7 @@ def _layers(fields: Fields, facts: ModelFacts) -> ModelFacts:
             key_head_dim=key_head_dim,
             value_head_dim=size("value_head_dim", 2 * key_head_dim),
             kernel=size("conv_kernel_dim", 4),
-            separate_projections=True,
+            projections="separate",
             negative_eigenvalues=fields.flag("linear_allow_neg_eigval"),
             norm_eps=_READ_EPS,
         ),

@@ -131,8 +131,11 @@ def tensor_locations(config: ModelConfig) -> Mapping[str, TensorLocation]:
             shapes[".".join(filter(None, (layer, part, kind)))] for part in fused_modules
         ]
         module_rows = [part_shape[0] if part_shape else 1 for part_shape in part_shapes]
+        # A parameter may have a name of its own, apart from its module's.
+        own_name = stored.renamed.get(f"{stored_module}.{kind}")
+        stored_path = (renamed(stored_module), kind) if own_name is None else (own_name,)
         locations[name] = TensorLocation(
-            name=".".join(filter(None, (renamed(layer), renamed(stored_module), kind))),
+            name=".".join(filter(None, (renamed(layer), *stored_path))),
             transposed=stored.transposed and layer != "" and len(shape) == 2,
             first=sum(module_rows[: fused_modules.index(module)]),
             rows=shape[0] if shape else 1,

@@ -1,4 +1,4 @@
-"""The gated delta net of Qwen3.5 and OLMo-Hybrid as the mixer of a layer: convolution, delta rule, gated norm.
+"""The gated delta net of Qwen and OLMo-Hybrid as the mixer of a layer: convolution, delta rule, gated norm.
 
 B batch, T time, D width, C convolved numbers, G key heads, H value heads, E width of a key, F width of a value,
 Q = G E, V = H F.
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bloomery.facts.config import ModelConfig
-from bloomery.facts.counting import Layer
+from bloomery.facts.counting import Layer, delta_net_projections
 from bloomery.facts.limits import delta_net_groups
 from bloomery.model.attention.attend import DocumentLayout
 from bloomery.model.cache import StateCache
@@ -24,10 +24,15 @@ KEY_EPS = 1e-6  # under the root of a key's and query's length, as in flash-line
 
 
 class GatedDeltaNet(nn.Module):
-    """arXiv:2412.06464, parameters as in transformers' Qwen3.5; queries, keys and values may have separate ones.
+    """arXiv:2412.06464, parameters as in transformers' Qwen3.5, or others for the same projections (`DeltaNet`).
 
     `backend` is of attention: with "compiled", sequences without a cache go to C++ (`mixers.compiled`), too.
     """
+
+    in_proj_qkv: nn.Linear
+    in_proj_z: nn.Linear
+    in_proj_b: nn.Linear
+    in_proj_a: nn.Linear
 
     def __init__(self, config: ModelConfig, layer: Layer, backend: str) -> None:
         super().__init__()
@@ -42,33 +47,42 @@ class GatedDeltaNet(nn.Module):
         self.A_log = nn.Parameter(torch.empty(sizes.num_value_heads))
         self.convolved_width = 2 * sizes.key_width + sizes.value_width
         self.widths = (sizes.key_width, sizes.key_width, sizes.value_width)
-        if sizes.separate_projections:
+        if sizes.projections == "separate":
             for name, part in zip("qkv", self.widths, strict=True):
                 self.add_module(f"{name}_conv1d", DepthwiseConvolution(part, sizes.kernel))
         else:
             self.conv1d = DepthwiseConvolution(self.convolved_width, sizes.kernel)
         norm_eps = config.norm_eps if sizes.norm_eps is None else sizes.norm_eps
         self.norm = RMSNorm(sizes.value_head_dim, norm_eps, unit_offset=False)
-        if sizes.separate_projections:
-            for name, part in zip("qkv", self.widths, strict=True):
-                self.add_module(f"{name}_proj", nn.Linear(width, part, bias=False))
-        else:
-            self.in_proj_qkv = nn.Linear(width, self.convolved_width, bias=False)
-        self.in_proj_z = nn.Linear(width, sizes.value_width, bias=False)
-        self.in_proj_b = nn.Linear(width, sizes.num_value_heads, bias=False)
-        self.in_proj_a = nn.Linear(width, sizes.num_value_heads, bias=False)
+        for name, outputs in delta_net_projections(sizes).items():
+            self.add_module(name, nn.Linear(width, outputs, bias=False))
         self.out_proj = nn.Linear(sizes.value_width, width, bias=False)
 
-    def _projected(self, x_BTD: Tensor) -> Tensor:
-        """Queries, keys and values, before they are convolved [B, T, C]."""
-        if not self.sizes.separate_projections:
-            qkv_BTC: Tensor = self.in_proj_qkv(x_BTD)
-            return qkv_BTC
-        return torch.cat([self.get_submodule(f"{name}_proj")(x_BTD) for name in "qkv"], -1)
+    def _projected(self, x_BTD: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values, before they are convolved [B, T, C]; gates z [B, T, V], b and a [B, T, H]."""
+        read = [self.get_submodule(name)(x_BTD) for name in delta_net_projections(self.sizes)]
+        match self.sizes.projections:
+            case "together":
+                return tuple(read)
+            case "separate":
+                return torch.cat(read[:3], -1), *read[3:]
+            case "by_head":
+                return self._sorted_by_kind(*read)
+
+    def _sorted_by_kind(self, qkvz: Tensor, ba: Tensor) -> tuple[Tensor, ...]:
+        """Of each key head: its query, its key, its values, their gates; the strengths and decays of its values."""
+        sizes = self.sizes
+        values_per_key = sizes.num_value_heads // sizes.num_key_heads
+        values_width = values_per_key * sizes.value_head_dim
+        widths = (sizes.key_head_dim, sizes.key_head_dim, values_width, values_width)
+        heads = (sizes.num_key_heads, -1)
+        *qkv, z = (part.flatten(-2) for part in qkvz.unflatten(-1, heads).split(widths, -1))
+        b, a = (part.flatten(-2) for part in ba.unflatten(-1, heads).split(values_per_key, -1))
+        return torch.cat(qkv, -1), z, b, a
 
     def _taps(self) -> Tensor:
         """The weight of their convolution [C, 1, K]."""
-        if not self.sizes.separate_projections:
+        if self.sizes.projections != "separate":
             return self.conv1d.weight
         return torch.cat([self.get_parameter(f"{name}_conv1d.weight") for name in "qkv"])
 
@@ -77,12 +91,7 @@ class GatedDeltaNet(nn.Module):
     ) -> Tensor:
         del rotary  # the decay tells near tokens from far ones
         dtype = working_dtype(x_BTD)
-        projections = (
-            self._projected(x_BTD),
-            self.in_proj_z(x_BTD),
-            self.in_proj_b(x_BTD),
-            self.in_proj_a(x_BTD),
-        )
+        projections = self._projected(x_BTD)
         if cache is not None:
             y_BTV = self._read_with_cache(projections, cache)
         elif self.backend == "compiled" and projections[0].dtype in compiled.DTYPES:

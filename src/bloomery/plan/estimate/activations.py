@@ -26,6 +26,7 @@ TILE_SCORE_BYTES = 15
 DELTA_NET_INPUTS = (
     *("q_proj", "k_proj", "v_proj"),
     *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    *("in_proj_qkvz", "in_proj_ba"),
 )
 MIXER_OUTPUT = {"delta_net": "linear_attn.out_proj", "short_convolution": "conv.out_proj"}
 # Modules that read one input.
