@@ -43,6 +43,10 @@ SIZES: dict[str, dict[str, Any]] = {
     # attention of its own
     "mpt": {"vocab_size": 64, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},
     "llama": _LLAMA | _TOKENS,
+    # experts, each by itself in files and one tensor in memory; training draws which ones a token meets
+    "phimoe": _LLAMA
+    | _TOKENS
+    | {"num_local_experts": 4, "lm_head_bias": True, "attention_bias": True},
     # its layers differ in their heads, and so in the sizes of their matrices
     "laguna": _LLAMA
     | _TOKENS

@@ -9,7 +9,7 @@ import torch
 from expert_models import choices_of, gradients_of_both, is_close, pair, parts
 from packed_documents import documents, packed
 from safetensors.torch import load_file, save_file
-from tiny_models import saved_reference, tokens
+from tiny_models import CASES, saved_reference, tokens
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -189,3 +189,15 @@ def test_a_stack_of_gpt_oss_with_another_width_is_refused(tmp_path: Path) -> Non
     )
     with pytest.raises(UserError, match=r"gate_up_proj is \[4, 48, 40\]; config.json makes it"):
         load_decoder(tmp_path)
+
+
+@torch.no_grad()
+def test_heads_share_the_width_where_the_config_has_none_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix, settings = CASES["qwen3-moe"]
+    bare = {key: value for key, value in settings.items() if key != "head_dim"}
+    monkeypatch.setitem(CASES, "qwen3-moe", (prefix, bare))
+    theirs, ours = pair("qwen3-moe", tmp_path)
+    assert "head_dim" not in json.loads((tmp_path / "config.json").read_text())
+    assert is_close(ours(TOKENS).head, theirs(TOKENS).logits)

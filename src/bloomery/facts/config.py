@@ -51,12 +51,24 @@ class QueryScale:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredBuffer:
-    """A few numbers that a model's files keep and that are not trained, by the name that they have there."""
+    """A few numbers that a model's files keep and that are not trained, by the name that they have there.
+
+    `name_in_memory`: what transformers' model calls them.
+    """
 
     name: str
+    name_in_memory: str
     dtype: str  # "bfloat16"
     shape: tuple[int, ...]
     numbers: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredConversion:
+    """Parameters, by our names, that transformers makes of tensors that files keep in another form: (name, shape)."""
+
+    parameters: tuple[str, ...]
+    stored: tuple[tuple[str, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +77,12 @@ class TransformersBackend:
 
     It holds what plans, files and adapters ask of it.
 
-    `parameters`: our name, the files' name and the shape of each; `matrices`: the linear maps of layers as
-    `counting.Matrix` has them, each as the first layer with it has it (another may have its own size, or none);
-    `factor`: of the hidden states that the output matrix reads. `documents`: how those of one row are kept apart, by
-    positions that begin anew, by the mask of each kind of layer, by one mask, or as rows of their own. `cache`: whether
-    transformers' own continues a text, or the text is read again for each token.
+    `parameters`: our name, the files' name and the shape of each; `conversions`: of those that files keep in another
+    form, whose name is then that in transformers' memory. `experts`: how many a layer has. `matrices`: the linear maps
+    of layers as `counting.Matrix` has them, each as the first layer with it has it (another may have its own size, or
+    none); `factor`: of the hidden states that the output matrix reads. `documents`: how those of one row are kept
+    apart, by positions that begin anew, by the mask of each kind of layer, by one mask, or as rows of their own.
+    `cache`: whether transformers' own continues a text, or the text is read again for each token.
     """
 
     raw_config: str  # its config.json
@@ -82,6 +95,8 @@ class TransformersBackend:
     documents_reason: str = ""  # why they are rows of their own
     cache: Literal["own", "none"] = "own"
     buffers: tuple[StoredBuffer, ...] = ()
+    conversions: tuple[StoredConversion, ...] = ()
+    experts: int = 0
     safe_reason: str = ""  # why transformers itself loads the weights; empty: it does not
 
 

@@ -484,7 +484,12 @@ def expert_matrices(config: ModelConfig) -> dict[str, Shape]:
 
 @cache
 def unstacked_shapes(config: ModelConfig) -> Mapping[str, Shape]:
-    """`parameter_shapes` with each matrix of an expert by itself, as most files have them."""
+    """`parameter_shapes` with each matrix of an expert by itself, as most files have them.
+
+    Transformers' layers keep their experts as their class has them.
+    """
+    if config.transformers_backend is not None:
+        return MappingProxyType(parameter_shapes(config))
     shapes: dict[str, Shape] = {}
     for name, shape in parameter_shapes(config).items():
         parts = expert_parts(name, shape)

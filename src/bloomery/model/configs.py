@@ -111,13 +111,11 @@ def _quietly_probed(raw_config: str, where: str) -> ModelConfig:
 def _probed(raw_config: str, where: str) -> ModelConfig:
     """The config, with facts about transformers' model that only the built model shows."""
     from bloomery.model.transformers_backend import (
-        Unlike,
-        blank_model,
         computed_buffers,
-        decoded,
         layer_list,
         transformers_facts,
     )
+    from bloomery.model.transformers_model import Unlike, blank_model, decoded
     from bloomery.model.transformers_trial import trial
 
     # The model is built without memory for its matrices: its modules say whether they fit.
@@ -165,6 +163,7 @@ def _probed(raw_config: str, where: str) -> ModelConfig:
         architecture=type(model).__name__,
         attention=attention,
         safe_reason=safe_reason,
+        experts=max((_largest(fields.get(key)) or 0 for key in EXPERTS), default=0),
         **facts,
     )
     config = ModelConfig(
@@ -279,6 +278,8 @@ def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
 
 
 SAFE_REASON = "model.load_with=transformers asks for it"
+# The keys under which configs state the number of experts.
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 def read_config(folder: Path, implementation: str = "auto") -> ModelConfig:
@@ -288,7 +289,6 @@ def read_config(folder: Path, implementation: str = "auto") -> ModelConfig:
     """
     config_json = stated_config(folder)
     where = str(folder / "config.json")
-    refuse_experts(config_json, where=where)
     is_native = choose_implementation(config_json, implementation) == "native"
     try:
         config = read_as(config_json, is_native=is_native, where=where)
@@ -358,25 +358,6 @@ def untied_note(base: Path | None, config: ModelConfig) -> str | None:
     if base is None or config.tie_embeddings or not read_config(base).tie_embeddings:
         return None
     return "it changes the head apart from the embedding, which its base shares: they are two weights from now on"
-
-
-# The keys under which configs state the number of experts.
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-
-
-def refuse_experts(config_json: Mapping[str, Any], *, where: str) -> None:
-    """Raises UserError for a mixture of experts that is not native, by the keys of transformers' configs."""
-    if text_part(config_json).get("model_type") in FAMILIES:
-        return
-    for key in EXPERTS:
-        num_experts = config_json.get(key)
-        if isinstance(num_experts, int) and num_experts > 1:
-            model_type = str(config_json.get("model_type"))[:60]
-            raise UserError(
-                f"{model_type} is a mixture of {num_experts:,} experts, which is not trained here",
-                where=where,
-                fix="choose a dense model, such as Qwen/Qwen3-8B",
-            )
 
 
 def stated_config(folder: Path) -> dict[str, Any]:

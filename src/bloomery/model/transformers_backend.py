@@ -5,7 +5,6 @@ that plans, adapters, quantized weights and files treat them like native ones.
 """
 
 import inspect
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -14,69 +13,23 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from bloomery.core.device import sent
 from bloomery.core.errors import UserError
-from bloomery.facts.config import DocumentWay, ModelConfig, StoredBuffer, whole_model
+from bloomery.facts.config import (
+    DocumentWay,
+    ModelConfig,
+    StoredBuffer,
+    StoredConversion,
+    whole_model,
+)
 from bloomery.model.cache import Cache
 from bloomery.model.document_rows import DocumentGroup, document_groups
-from bloomery.model.io.parameters import is_sharded
+from bloomery.model.io.parameters import is_linear_map, is_sharded
+from bloomery.model.transformers_files import saved_forms
+from bloomery.model.transformers_model import Unlike, blank_model
 
-IMPLEMENTATIONS = ("sdpa", "eager")  # of attention, the better first
 MOST_NUMBERS = 4096  # of a buffer that files keep
-
-
-class Unlike(Exception):
-    """Why an architecture does not fit between our embeddings and our head."""
-
-
-class _MatricesOnMeta(TorchFunctionMode):
-    """Matrices are made by torch.empty and then filled; what is computed, as tables of rotations are, is not."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        options = dict(kwargs or {})
-        if func is torch.empty:
-            options["device"] = "meta"
-        return func(*args, **options)
-
-
-def decoded(value: Any) -> Any:
-    """A config.json's value with the numbers that JSON has no words for, which transformers writes as objects."""
-    if isinstance(value, dict) and set(value) == {"__float__"}:
-        return float(value["__float__"])
-    if isinstance(value, dict):
-        return {key: decoded(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [decoded(entry) for entry in value]
-    return value
-
-
-def built_config(raw_config: str) -> Any:
-    """Transformers' config of a config.json. Raises what its class raises."""
-    from transformers import CONFIG_MAPPING
-
-    settings = decoded(json.loads(raw_config))
-    return CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
-
-
-def blank_model(raw_config: str, attention: str | None = None) -> tuple[Any, str]:
-    """Transformers' model of a config.json without memory for its matrices, and its attention. Raises ValueError."""
-    from transformers import AutoModelForCausalLM
-
-    config = built_config(raw_config)
-    build: Any = AutoModelForCausalLM.from_config
-    candidates = IMPLEMENTATIONS if attention is None else (attention,)
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"), _MatricesOnMeta():
-        for implementation in candidates[:-1]:
-            try:
-                model = build(config, attn_implementation=implementation, dtype=torch.float32)
-            except ValueError:  # this architecture has no such kernel
-                continue
-            return model, implementation
-        # The reason why not even the last one can be built is the caller's to report.
-        model = build(config, attn_implementation=candidates[-1], dtype=torch.float32)
-    return model, candidates[-1]
 
 
 def layer_list(reference: Any, num_layers: int | None) -> nn.ModuleList:
@@ -271,7 +224,7 @@ class TransformersBackbone(nn.Module):
             device,
         )
         kept = self.transformers_backend.buffers
-        self.set_buffers({buffer.name: buffer_tensor(buffer) for buffer in kept}, device)
+        self.set_buffers({buffer.name_in_memory: buffer_tensor(buffer) for buffer in kept}, device)
 
     def _tie(self) -> None:
         for (owner, leaf), *others in self._ties:
@@ -513,12 +466,16 @@ def _named_parts(reference: Any, num_layers: int) -> list[tuple[str, nn.Module]]
 
 
 def transformers_facts(reference: Any, num_layers: int) -> dict[str, Any]:
-    """`parameters` and `matrices` of `config.TransformersBackend`. Raises Unlike."""
+    """`parameters`, `matrices`, `buffers` and `conversions` of `config.TransformersBackend`. Raises Unlike."""
     named_parts = _named_parts(reference, num_layers)
 
-    # A file must hold each parameter as it is computed with, or weights could not be read and written.
-    saved_names = _saved_names(reference)
-    buffers = tuple(_stored_buffers(reference, saved_names))
+    # A file must hold each parameter as it is computed with, or in a form that transformers' rules lead to and from.
+    tensors = saved_tensors(reference)
+    saved = saved_forms(reference, tensors)
+    names_in_memory = {
+        id(tensors[name]): name for group_names, _ in saved.groups for name in group_names
+    }
+    buffers = tuple(_stored_buffers(reference, saved.names))
     output_matrix(reference)
     listed = set[int]()
     parameters = []
@@ -527,24 +484,30 @@ def transformers_facts(reference: Any, num_layers: int) -> dict[str, Any]:
             if id(parameter) in listed:
                 continue
             listed.add(id(parameter))
-            if id(parameter) not in saved_names:
-                raise Unlike(
-                    f"files keep {prefix}.{name} in another shape than transformers computes with"
-                )
-            stored_name = saved_names[id(parameter)]
+            stored_name = saved.names.get(id(parameter)) or names_in_memory.get(id(parameter))
+            if stored_name is None:
+                raise Unlike(f"files hold no {prefix}.{name}")
             parameters.append((f"{prefix}.{name}", stored_name, tuple(parameter.shape)))
+    our_names = {stored_name: name for name, stored_name, _ in parameters}
+    conversions = tuple(
+        StoredConversion(
+            parameters=tuple(our_names[name] for name in group_names), stored=stored_shapes
+        )
+        for group_names, stored_shapes in saved.groups
+    )
 
     # Layers may differ in which linear maps they have, and in their sizes: each map is named once, as it first comes.
     matrices: dict[str, tuple[str, int, int, bool]] = {}
     for layer in parts(reference, num_layers)["layers"].children():
         for name, module in layer.named_modules():
-            if isinstance(module, nn.Linear):
+            if is_linear_map(module):
                 has_bias = module.bias is not None
                 matrices.setdefault(name, (name, module.out_features, module.in_features, has_bias))
     return {
         "parameters": tuple(parameters),
         "matrices": tuple(matrices.values()),
         "buffers": buffers,
+        "conversions": conversions,
     }
 
 
@@ -552,12 +515,16 @@ def _stored_buffers(reference: Any, saved_names: dict[int, str]) -> Iterator[Sto
     """Those that files keep, with the numbers that they begin with. Raises Unlike for many numbers."""
     for name, buffer in persistent_buffers(reference).items():
         stored_name = saved_names.get(id(buffer), "")
-        if stored_name != name or buffer.numel() > MOST_NUMBERS:
+        if not stored_name or buffer.numel() > MOST_NUMBERS:
             raise Unlike(f"files keep {name}, {buffer.numel():,} numbers that are no parameter")
         numbers = [0.0] * buffer.numel() if buffer.is_meta else buffer.double().flatten().tolist()
         dtype = str(buffer.dtype).removeprefix("torch.")
         yield StoredBuffer(
-            name=name, dtype=dtype, shape=tuple(buffer.shape), numbers=tuple(numbers)
+            name=stored_name,
+            name_in_memory=name,
+            dtype=dtype,
+            shape=tuple(buffer.shape),
+            numbers=tuple(numbers),
         )
 
 
@@ -581,19 +548,13 @@ def output_matrix(reference: Any) -> nn.Linear:
     return output
 
 
-def _saved_names(reference: Any) -> dict[int, str]:
-    """By the identity of a parameter or buffer, the name that transformers saves it under."""
+def saved_tensors(reference: Any) -> dict[str, Tensor]:
+    """The parameters and buffers that transformers saves, by the names that it has for them in memory."""
     # Of tied weights it saves one, which its model names.
     tied_names = getattr(reference, "all_tied_weights_keys", {})
     parameters = {
         name: parameter
         for name, parameter in reference.named_parameters(remove_duplicate=False)
         if name not in tied_names
-    } | persistent_buffers(reference)
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # before transformers 5 a model computes with the names of its files
-        saved = parameters
-    else:
-        saved = revert_weight_conversion(reference, parameters)
-    return {id(parameter): name for name, parameter in saved.items()}
+    }
+    return parameters | persistent_buffers(reference)

@@ -14,12 +14,9 @@ from torch import Tensor, nn
 from bloomery.facts.config import DocumentWay, ModelConfig
 from bloomery.model.cache import Cache
 from bloomery.model.tiny_configs import tiny_config
-from bloomery.model.transformers_backend import (
-    TransformersBackbone,
-    Unlike,
-    built_config,
-    layer_list,
-)
+from bloomery.model.transformers_backend import TransformersBackbone, layer_list, saved_tensors
+from bloomery.model.transformers_files import refuse_lossy_files
+from bloomery.model.transformers_model import Unlike, built_config
 
 NUM_TOKENS = 27
 FIRST_DOCUMENT = 11  # longer than a tiny window, as the second one is
@@ -59,6 +56,8 @@ def _tried(backbone: TransformersBackbone) -> Trial:
     num_tokens = backbone.embed_tokens.num_embeddings
     tokens_BT = torch.randint(3, num_tokens, (2, NUM_TOKENS), generator=_stream(1))
     factor, softcap = _head_of(backbone, tokens_BT)
+    with backbone.whole() as reference:
+        refuse_lossy_files(reference, saved_tensors(reference))
     refuse_later_tokens(backbone, tokens_BT)
     documents, reason = _documents_of(backbone, tokens_BT)
     return Trial(

@@ -26,7 +26,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             extra=qwen_experts,
             write=write_qwen3_moe,
             defaults={
-                "head_dim": 128,
                 "num_key_value_heads": 4,
                 "max_position_embeddings": 32768,
                 "rms_norm_eps": 1e-6,

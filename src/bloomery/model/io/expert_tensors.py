@@ -16,6 +16,7 @@ from bloomery.facts.counting import (
     Shape,
     expert_matrices,
     expert_parts,
+    is_expert_stack,
     parameter_shapes,
 )
 from bloomery.facts.families import FAMILIES
@@ -39,7 +40,7 @@ def take_experts(tensors: Tensors, config: ModelConfig, *, where: str) -> dict[s
     Raises UserError where one is missing, is there twice, or has another shape than in the config.
     """
     stored = stored_experts(config)
-    stacks = {name: shape for name, shape in parameter_shapes(config).items() if _layer_of(name)}
+    stacks = _stacks(config)
     transposed = {
         layer: _is_transposed(layer, tensors, stacks, stored)
         for layer in dict.fromkeys(map(_layer_of, stacks))
@@ -88,11 +89,10 @@ def stored_experts(config: ModelConfig) -> StoredExperts:
 def expert_names(config: ModelConfig) -> Iterator[str]:
     """Every name that files of the model may have for matrices of its experts."""
     stored = stored_experts(config)
-    for name, shape in parameter_shapes(config).items():
-        if layer := _layer_of(name):
-            yield from _stack_names(name, stored)
-            for part in expert_parts(name, shape):
-                yield from _part_names(layer, part, stored)
+    for name, shape in _stacks(config).items():
+        yield from _stack_names(name, stored)
+        for part in expert_parts(name, shape):
+            yield from _part_names(_layer_of(name), part, stored)
 
 
 @dataclass(frozen=True)
@@ -145,8 +145,16 @@ class _Layout:
         return replace(tensor, shape=(part.rows, *inputs), packing=packing)
 
 
+def _stacks(config: ModelConfig) -> dict[str, Shape]:
+    """Every stack, those of biases included; transformers' layers keep their experts as their class has them."""
+    if config.transformers_backend is not None:
+        return {}
+    shapes = parameter_shapes(config)
+    return {name: shape for name, shape in shapes.items() if is_expert_stack(name)}
+
+
 def _layer_of(name: str) -> str:
-    """ "model.layers.0" of a stack in it; "" of any other parameter."""
+    """ "model.layers.0" of a stack in it."""
     return name.rpartition(".mlp.experts.")[0]
 
 

@@ -38,6 +38,11 @@ def cast(model: nn.Module, config: ModelConfig, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype_in(config, name, dtype))
 
 
+def is_linear_map(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether it is y = W x + b and nothing else; a subclass of transformers may be more, as some routers are."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
 def is_sharded(module: nn.Module) -> TypeGuard["FSDPModule"]:
     """Whether FSDP2 gathers the module's parameters before its forward."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # as in `is_split`

@@ -20,7 +20,7 @@ from torch import Tensor
 from bloomery.core.device import can, current_stream, new_event
 from bloomery.core.errors import UserError
 from bloomery.core.progress import progress
-from bloomery.facts.config import ModelConfig
+from bloomery.facts.config import ModelConfig, TransformersBackend
 from bloomery.model.io.lines import Lines
 from bloomery.model.io.parameters import unstacked
 from bloomery.model.io.stored import (
@@ -31,6 +31,7 @@ from bloomery.model.io.stored import (
     tensor_locations,
 )
 from bloomery.model.io.unpacking import open_rows
+from bloomery.model.transformers_files import stored_tensors_of
 
 Spec = tuple[tuple[int, ...], torch.dtype]  # of a tensor
 STAGE_BYTES = 16 * 2**20  # of a file, on the way to another dtype or device
@@ -368,6 +369,8 @@ def to_hf_names(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, T
     `state` may be some of them, but of what is stored fused all parts or none.
     """
     locations = tensor_locations(config)
+    if (backend := config.transformers_backend) is not None:
+        return _converted_tensors(state, backend, locations)
     state = {
         part_name: part
         for name, tensor in state.items()
@@ -395,3 +398,23 @@ def as_stored(rows: Tensor, location: TensorLocation) -> Tensor:
         stack = stack.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
     stored: Tensor = stack.transpose(1, 2) if location.transposed else stack
     return stored
+
+
+def _converted_tensors(
+    state: Mapping[str, Tensor],
+    backend: TransformersBackend,
+    locations: Mapping[str, TensorLocation],
+) -> dict[str, Tensor]:
+    """Parameters of transformers' layers under their names in files, or in the form that files have them in."""
+    converted = dict[str, Tensor]()
+    names = state.keys() & locations.keys()
+    for conversion in backend.conversions:
+        if names.issuperset(conversion.parameters):
+            names.difference_update(conversion.parameters)
+            converted |= stored_tensors_of(backend, conversion, state)
+    kept = {
+        location.name: state[name].contiguous()
+        for name, location in locations.items()
+        if name in names
+    }
+    return kept | {name: tensor.contiguous() for name, tensor in converted.items()}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from bloomery.core.errors import UserError
 from bloomery.core.files import open_input, read_input
 from bloomery.core.units import counted
-from bloomery.facts.config import ModelConfig, StoredBuffer
+from bloomery.facts.config import ModelConfig, StoredBuffer, StoredConversion
 from bloomery.facts.counting import (
     Shape,
     expert_parts,
@@ -91,7 +91,8 @@ def tensor_locations(config: ModelConfig) -> Mapping[str, TensorLocation]:
     each of their parts (`counting.expert_parts`).
     """
     locations: dict[str, TensorLocation] = {}
-    # The transformers backend lists its parameters itself, and none of them is fused or transposed.
+    # The transformers backend lists its parameters itself; of those that files keep in another form, the location is
+    # that in transformers' memory (`read_headers` finds their tensors).
     if config.transformers_backend is not None:
         for name, stored_name, shape in config.transformers_backend.parameters:
             locations[name] = TensorLocation(stored_name, rows=shape[0], stored_rows=shape[0])
@@ -515,6 +516,8 @@ def refuse_whole_numbers(name: str, tensor: StoredTensor) -> None:
 class StoredParameters:
     """A folder's tensors as the parameters of a config; several of these may share a stored tensor.
 
+    Of parameters that transformers makes of tensors in another form, these are here, by the names of files.
+
     `notes`: a line on each thing that is read in another way than the files say. `is_renamed`: transformers would not
     find the tensors under the names that they have.
     """
@@ -542,7 +545,8 @@ def read_headers(
     """
     shapes = unstacked_shapes(config)
     locations = tensor_locations(config)
-    expected_names = {location.name for location in locations.values()}
+    conversions = {} if config.transformers_backend is None else _conversions(config)
+    expected_names = {location.name for location in locations.values()} | conversions.keys()
     embedding = locations["model.embed_tokens.weight"].name
     all_tensors = _all_tensors(folder)
     stored = _text_tensors(all_tensors)
@@ -572,6 +576,16 @@ def read_headers(
     expected_names -= {locations[name].name for name in experts}
     for name, tensor in experts.items():
         refuse_whole_numbers(name, tensor)
+
+    # Transformers also opens files that have parameters in the form of its memory.
+    converted = set[str]()
+    for stored_name, conversion in conversions.items():
+        in_memory = {locations[name].name for name in conversion.parameters}
+        if in_memory <= tensors.keys():
+            expected_names.discard(stored_name)
+        else:
+            expected_names -= in_memory
+            converted.update(conversion.parameters)
 
     # Codes without a word of how they are scaled are named first: their scales would be surplus.
     for stored_name in expected_names & tensors.keys():
@@ -604,7 +618,7 @@ def read_headers(
     # Each parameter needs its tensor, in the shape that the config gives it and in floating-point
     # numbers.
     for name, location in locations.items():
-        if name in experts:
+        if name in experts or name in converted:
             continue
         location_tensor = tensors.get(location.name)
         expected_shape = location.stored_shape(shapes[name])
@@ -631,8 +645,38 @@ def read_headers(
         if location.name in tensors
     }
     parameters |= experts
+    for name, conversion in conversions.items():
+        if not converted.isdisjoint(conversion.parameters):
+            parameters[name] = _part_of_conversion(name, conversion, tensors, folder)
     notes += packing_notes(parameters)
     return StoredParameters(parameters, tuple(notes), is_renamed=bool(named.notes))
+
+
+def _conversions(config: ModelConfig) -> dict[str, StoredConversion]:
+    """By each tensor of files that it reads."""
+    backend = config.transformers_backend
+    assert backend is not None
+    return {name: conversion for conversion in backend.conversions for name, _ in conversion.stored}
+
+
+def _part_of_conversion(
+    name: str,
+    conversion: StoredConversion,
+    tensors: Mapping[str, StoredTensor],
+    folder: Path,
+) -> StoredTensor:
+    """Raises UserError where it is missing or has another shape."""
+    tensor = tensors.get(name)
+    expected_shape = dict(conversion.stored)[name]
+    if tensor is None:
+        raise UserError(f"{name} is missing", where=str(folder), fix=AGAIN)
+    if tensor.shape != expected_shape:
+        raise UserError(
+            f"{name} is {list(tensor.shape)}; config.json makes it {list(expected_shape)}",
+            where=str(tensor.path),
+            fix="put the config.json there that was saved with these weights",
+        )
+    return tensor
 
 
 def _part_of(name: str, tensors: Mapping[str, StoredTensor]) -> str | None:

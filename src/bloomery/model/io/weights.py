@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from bloomery.facts.config import ModelConfig
+from bloomery.facts.config import ModelConfig, StoredConversion
 from bloomery.facts.counting import (
     Shape,
     attention_layers,
@@ -40,6 +40,7 @@ from bloomery.model.io.parameters import (
     dtype_in,
     first_row,
     full,
+    is_linear_map,
     local,
     put,
     stream,
@@ -62,6 +63,7 @@ from bloomery.model.norms import LayerNorm, RMSNorm
 from bloomery.model.quantized_experts import QuantizedExperts
 from bloomery.model.transformers_backend import TransformersBackbone, buffer_tensor, loaded_safely
 from bloomery.model.transformers_checks import TOLERANCE, check_head
+from bloomery.model.transformers_files import made_parameters
 from bloomery.model.xielu import XIELU
 from bloomery.recipe.schema import Quantize
 
@@ -93,7 +95,7 @@ def quantize_model(model: Decoder, quantize: Quantize, *, reader: str = "torch")
     for path, linear in list(model.named_modules()):
         if (
             not path.startswith("model.layers.")
-            or not isinstance(linear, nn.Linear)
+            or not (isinstance(linear, LoraLinear) or is_linear_map(linear))
             or linear.weight.requires_grad
         ):
             continue
@@ -108,7 +110,7 @@ def quantize_model(model: Decoder, quantize: Quantize, *, reader: str = "torch")
             )
 
 
-def _quantized(weight: nn.Parameter, name: str, quantize: Quantize, reader: str) -> QuantizedWeight:
+def _quantized(weight: Tensor, name: str, quantize: Quantize, reader: str) -> QuantizedWeight:
     result = QuantizedWeight(weight.shape, quantize, reader=reader, device=weight.device)
     if weight.device.type != "meta":
         result.fill([weight.detach().flatten(0, -2)], name=name)
@@ -346,24 +348,36 @@ def write_model_piecewise(
     locations = tensor_locations(config)
     shapes = unstacked_shapes(config)
     produce_part = parts_of_stacks(produce, config)
-    parameters_by_stored_name: dict[str, list[str]] = {}
-    for name, location in locations.items():
-        parameters_by_stored_name.setdefault(location.name, []).append(name)
-    specs: dict[str, Spec] = {
-        stored_name: (
-            locations[names[0]].stored_shape(shapes[names[0]]),
-            dtype_in(config, names[0], dtype),
-        )
-        for stored_name, names in parameters_by_stored_name.items()
+    conversions = {
+        name: conversion for conversion in _conversions_of(config) for name in conversion.parameters
     }
+    parameters_by_stored_name: dict[str, list[str]] = {}
+    specs: dict[str, Spec] = {}
+    for name, location in locations.items():
+        own_dtype = dtype_in(config, name, dtype)
+        own_shape = location.stored_shape(shapes[name])
+        stored_shapes: tuple[tuple[str, Shape], ...] = ((location.name, own_shape),)
+        parameters = [name]
+        if (conversion := conversions.get(name)) is not None:
+            stored_shapes = conversion.stored
+            parameters = list(conversion.parameters)
+        for stored_name, stored_shape in stored_shapes:
+            listed = parameters_by_stored_name.setdefault(stored_name, [])
+            listed += [name for name in parameters if name not in listed]
+            specs[stored_name] = (stored_shape, own_dtype)
     buffers = stored_buffers(config)
     specs |= {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in buffers.items()}
+
+    made: dict[str, Tensor] = {}  # of the same parameters as the last one, and not written yet
 
     def stored_tensor(stored_name: str) -> Tensor:
         if stored_name in buffers:
             return buffers[stored_name]
-        parameters = {name: produce_part(name) for name in parameters_by_stored_name[stored_name]}
-        return to_hf_names(parameters, config)[stored_name]
+        if stored_name not in made:
+            made.clear()
+            names = parameters_by_stored_name[stored_name]
+            made.update(to_hf_names({name: produce_part(name) for name in names}, config))
+        return made.pop(stored_name)
 
     def write_shard(file: Path, stored_names: list[str]) -> None:
         write_tensors(file, {name: specs[name] for name in stored_names}, stored_tensor)
@@ -372,15 +386,22 @@ def write_model_piecewise(
     _write_shards(folder, sizes, shard_bytes, write_shard)
 
 
+def _conversions_of(config: ModelConfig) -> tuple[StoredConversion, ...]:
+    backend = config.transformers_backend
+    return () if backend is None else backend.conversions
+
+
 def parts_of_stacks(
     produce: Callable[[str], Tensor], config: ModelConfig
 ) -> Callable[[str], Tensor]:
     """Produces a part of a stack of experts by its name, too; the last stack is held for the next one."""
-    stack_of_part = {
-        part.name: name
-        for name, shape in parameter_shapes(config).items()
-        for part in expert_parts(name, shape)
-    }
+    stack_of_part: dict[str, str] = {}
+    if config.transformers_backend is None:
+        stack_of_part = {
+            part.name: name
+            for name, shape in parameter_shapes(config).items()
+            for part in expert_parts(name, shape)
+        }
     parts_by_stack: dict[str, dict[str, Tensor]] = {}
 
     def produce_part(name: str) -> Tensor:
@@ -459,6 +480,9 @@ def read_model(
         for name, parameter in base_parameters(decoder):
             model.fill(name, parameter)
         for name, weight in quantized_weights(decoder):
+            if model.is_converted(name):
+                weight.fill([model.converted(name).to(weight.codes.device)], name=name)
+                continue
             _read_quantized(weight, model, name)
 
 
@@ -498,6 +522,12 @@ class StoredModel:
         )
         self.locations = tensor_locations(config)
         self.reader = TensorReader()
+        self._made: dict[str, Tensor] = {}
+        self._conversions = {
+            name: conversion
+            for conversion in _conversions_of(config)
+            for name in conversion.parameters
+        }
 
     def __enter__(self) -> Self:
         self.reader.__enter__()
@@ -509,8 +539,28 @@ class StoredModel:
     @torch.no_grad()
     def fill(self, name: str, parameter: Tensor) -> None:
         """The stored values are cast to the dtype that the parameter has; of a stack of experts part by part."""
-        for part_name, part in unstacked(name, parameter):
-            self._fill_part(part_name, part)
+        if self.config.transformers_backend is None:
+            for part_name, part in unstacked(name, parameter):
+                self._fill_part(part_name, part)
+        elif self.is_converted(name):
+            put(self.converted(name), parameter)
+        else:
+            self._fill_part(name, parameter)
+
+    def is_converted(self, name: str) -> bool:
+        """Whether transformers makes the parameter of tensors in another form."""
+        return name in self._conversions and name not in self.tensors
+
+    def converted(self, name: str) -> Tensor:
+        """Such a parameter, on the CPU; those that are made of the same tensors are held for the next call."""
+        if name not in self._made:
+            backend = self.config.transformers_backend
+            conversion = self._conversions[name]
+            assert backend is not None
+            self._made.clear()
+            stored = {name: self.reader.read(self.tensors[name]) for name, _ in conversion.stored}
+            self._made.update(made_parameters(backend, conversion, stored))
+        return self._made.pop(name)
 
     def _fill_part(self, name: str, parameter: Tensor) -> None:
         # Only a values head may be missing here: it is drawn from a random stream of its own.

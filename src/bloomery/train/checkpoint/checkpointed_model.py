@@ -124,6 +124,9 @@ class FullWeights:
 
     def stored_model(self) -> PartLayout | None:
         config = self.model.config
+        backend = config.transformers_backend
+        if backend is not None and backend.conversions:
+            return None  # transformers makes the tensors of files of whole parameters
         return PartLayout(
             tensor_locations(config), lambda dtype, folder: write_config(config, dtype, folder)
         )
