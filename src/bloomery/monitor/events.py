@@ -111,6 +111,29 @@ class StepHealth(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertLoad(Event):
+    """The load of each expert of a mixture in one step: every `logging.every`-th, and fewer later in a long run.
+
+    `metrics` of `StepDone` have the summary of every step, by names that begin with `router/`.
+    """
+
+    # By layer: tokens that chose each expert, relative to an even load. 1 is fair, 0 an expert without tokens.
+    ratios: dict[str, list[float]]
+
+    def rows(self) -> list[tuple[int, list[float]]]:
+        """By layer, in order. A file may hold anything: rows without numbers, or of another length, are left out."""
+        rows = [
+            (int(layer), ratios)
+            for layer, ratios in self.ratios.items()
+            if layer.isascii()
+            and layer.isdigit()
+            and ratios
+            and all(isinstance(ratio, int | float) and ratio >= 0 for ratio in ratios)
+        ]
+        return sorted(row for row in rows if len(row[1]) == len(rows[0][1]))
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvalDone(Event):
     """One evaluation on the validation set."""
 

@@ -1,6 +1,6 @@
 """Events, evaluations and device statistics as lines of text, for terminals, log.txt and the report."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from bloomery.core.units import format_bytes, format_seconds
@@ -9,6 +9,7 @@ from bloomery.monitor.events import (
     DeviceStats,
     EvalDone,
     Event,
+    ExpertLoad,
     Phase,
     Recovered,
     Resumed,
@@ -124,6 +125,15 @@ def devices_text(event: RunStarted) -> str:
     return f"{event.world_size} x {event.device} ({axes})"
 
 
+def load_text(metrics: Mapping[str, float]) -> str:
+    """How even the load of a mixture's experts was in a step: "up to 2.1 x, 3 dead"; "" without experts."""
+    highest = metrics.get("router/highest_load")
+    if highest is None:
+        return ""
+    dead = metrics.get("router/dead_experts", 0)
+    return f"up to {highest:.3g} x" + (f", {dead:,.0f} dead" if dead else "")
+
+
 def log_line(event: Event) -> str:
     """An event as one line of log.txt."""
 
@@ -150,6 +160,9 @@ def log_line(event: Event) -> str:
             )
         case StepHealth():
             return f"step {event.step}  update-to-weight ratio {figure(event.update_ratio, '.2g', '') or 'unknown'}"
+        case ExpertLoad():
+            highest = max((max(ratios) for _, ratios in event.rows()), default=0.0)
+            return f"step {event.step}  load of experts up to {highest:.3g} times an even one"
         case EvalDone():
             bits = figure(event.bits_per_byte, ".4f", " bits per byte")
             figures = f"loss {number(event.loss)}"

@@ -102,10 +102,12 @@ def refuse_router(recipe: Recipe, config: ModelConfig) -> None:
             problem = "routers of the transformers implementation are not balanced here"
         raise UserError(problem, where=where, fix="leave out router", code=2)
     if section.bias_update and not config.experts.choice_bias:
+        is_new = recipe.model.from_ is None
+        family = "set model.family=glm4_moe, which has them, or " if is_new else ""
         raise UserError(
             "the routers of this model have no bias of the choice (e_score_correction_bias)",
             where=f"router.bias_update={section.bias_update:g}",
-            fix=f"set router.loss={config.experts.balance or 0.001:g}, which every router can be trained with",
+            fix=f"{family}set router.loss={config.experts.balance or 0.001:g}, which every router takes",
             code=2,
         )
     if section.bias_update and not isinstance(recipe.adapter, NoAdapter):

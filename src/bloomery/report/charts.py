@@ -237,6 +237,98 @@ def downsample(points: Sequence[Point], buckets: int = _BUCKETS) -> list[Point]:
 
 
 @dataclass(frozen=True)
+class HeatMap:
+    """Rows of ratios to what would be fair: label and values, of which every row has as many."""
+
+    title: str
+    rows: Sequence[tuple[str, Sequence[float]]]
+    across: str = ""
+    up: str = ""
+
+
+# Where each color begins, from below fair to above, and the name of its class.
+HEAT = (
+    (0.0, "dead", "none"),
+    (1e-12, "low3", "below 0.25"),
+    (0.25, "low2", "0.25 to 0.6"),
+    (0.6, "low1", "0.6 to 0.85"),
+    (0.85, "fair", "fair: 0.85 to 1.18"),
+    (1.18, "high1", "1.18 to 1.7"),
+    (1.7, "high2", "1.7 to 4"),
+    (4.0, "high3", "4 and more"),
+)
+_LOWEST_ROW, _HIGHEST_ROW = 6, 22  # pixels
+_MAP_HEIGHT = 320  # of the rows, where there are many
+
+
+def heat_map(content: HeatMap, *, shape: Literal["heat", "heat_image"] = "heat") -> Markup:
+    """A colored cell for each value. `shape`: for the page, or an SVG file. One path has all cells of a color: a map of
+    6,000 cells takes 60 kB.
+    """
+    columns = len(content.rows[0][1])
+    row_height = min(_HIGHEST_ROW, max(_LOWEST_ROW, _MAP_HEIGHT // len(content.rows)))
+    cell_width = (_WIDTH - _LEFT - _RIGHT) / columns
+    paths: dict[str, list[str]] = {name: [] for _, name, _ in HEAT}
+    titles = []
+    for row, (label, values) in enumerate(content.rows):
+        start = 0
+        names = [heat_class(value) for value in values]
+        for end in range(1, columns + 1):
+            if end == columns or names[end] != names[start]:
+                paths[names[start]].append(f"M{start} {row}h{end - start}v1h{start - end}z")
+                start = end
+        top = max(range(columns), key=lambda column: values[column])
+        least = min(range(columns), key=lambda column: values[column])
+        titles.append(
+            f"{label}: {content.across} {top} {short(values[top])}, {content.across} {least}"
+            f" {short(values[least])}, {sum(value == 0 for value in values)} at 0"
+        )
+
+    bottom = _TOP + row_height * len(content.rows)
+    shown = {name for name, cells in paths.items() if cells}
+    all_values = [value for _, values in content.rows for value in values]
+    span = f"between {short(min(all_values))} and {short(max(all_values))}"
+    label = f"{content.title}, {len(content.rows)} by {columns}, {span}"
+    up_ticks = ticks(0, len(content.rows) - 1, 8) if len(content.rows) > 1 else [0]
+    across_ticks = ticks(0, columns - 1, 9) if columns > 1 else [0]
+    return part(
+        shape,
+        title=content.title,
+        label=label,
+        keys=[(text, name) for _, name, text in HEAT if name in shown],
+        frame={
+            "width": _WIDTH,
+            "height": bottom + _BOTTOM,
+            "left": _LEFT,
+            "right": _WIDTH - _RIGHT,
+            "top": _TOP,
+            "bottom": bottom,
+        },
+        scale=f"{cell_width:.4f} {row_height}",
+        paths=[(name, "".join(cells)) for name, cells in paths.items() if cells],
+        titles=[(row, text) for row, text in enumerate(titles)],
+        columns=columns,
+        up_ticks=[
+            (f"{_TOP + (row + 0.5) * row_height:.1f}", content.rows[round(row)][0].split()[-1])
+            for row in up_ticks
+            if row == round(row)
+        ],
+        across_ticks=[
+            (f"{_LEFT + (column + 0.5) * cell_width:.1f}", f"{column:.0f}")
+            for column in across_ticks
+            if column == round(column)
+        ],
+        across=content.across,
+        unit=content.up,
+    )
+
+
+def heat_class(value: float) -> str:
+    """The name of a value's color."""
+    return next(name for begin, name, _ in reversed(HEAT) if value >= begin)
+
+
+@dataclass(frozen=True)
 class Intervals:
     """Figures with their confidence intervals on one scale: label, value, low, high; the ends may be unknown."""
 

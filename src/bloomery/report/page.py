@@ -33,6 +33,7 @@ from bloomery.report.charts import (
     line_chart,
     render,
 )
+from bloomery.report.experts import OF_ROUTERS, expert_charts
 from bloomery.report.record import RunRecord, measured_claims, read_run_record
 from bloomery.report.rewards import (
     METRIC_UNITS,
@@ -99,6 +100,7 @@ def page(
             f"{sign} {_LEGEND[kind]}" for kind, sign in SIGNS.items() if kind in mark_kinds
         ),
         charts=[*_metrics(record), *(_speed(record) if record.steps else [])],
+        experts=expert_charts(record),
         devices=_devices(record) if record.device_samples else None,
         memory=_memory(record),
         compared=[
@@ -280,6 +282,8 @@ def _metrics(record: RunRecord) -> list[Markup]:
         )
 
     charts: list[Markup] = []
+    # The section on experts has those of routers.
+    names = {name: None for name in names if not name.startswith(OF_ROUTERS)}
     if record.summary.scores_completions:
         charts, drawn = reward_charts(record)
         losses = [Series("each step", _losses(record)[0].points)]

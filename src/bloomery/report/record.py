@@ -19,6 +19,7 @@ from bloomery.monitor.events import (
     DeviceStats,
     EvalDone,
     Event,
+    ExpertLoad,
     Recovered,
     Resumed,
     RunStarted,
@@ -66,6 +67,7 @@ class RunRecord:
     summary: RunSummary
     steps: list[StepDone]
     evals: list[EvalDone]
+    expert_loads: list[ExpertLoad]
     samples: list[Sampled]
     tasks: list[TaskDone]
     saves: list[Saved]
@@ -143,6 +145,7 @@ def read_run_record(folder: Path) -> RunRecord:
         lost=log_check.problem,
         steps=last_per_step(events, StepDone),
         evals=[summary.evaluations[step] for step in sorted(summary.evaluations)],
+        expert_loads=last_per_step(events, ExpertLoad),
         samples=[samples[key] for key in sorted(samples)],
         tasks=list(tasks.values()),
         saves=last_per_step(events, Saved),

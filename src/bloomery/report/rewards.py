@@ -75,6 +75,33 @@ GROUPS: tuple[tuple[str, str, Mapping[str, str]], ...] = (
         },
     ),
 )
+# Those of the experts of a mixture.
+ROUTER_GROUPS: tuple[tuple[str, str, Mapping[str, str]], ...] = (
+    (
+        "Load of experts",
+        "relative to an even load",
+        {
+            "router/highest_load": "highest of all experts",
+            "router/load_variation": "coefficient of variation, mean of layers",
+        },
+    ),
+    (
+        "Dead experts",
+        "without a token in a step, of all layers",
+        {"router/dead_experts": "experts"},
+    ),
+    (
+        "Entropy of the load",
+        "1: every expert has as many tokens",
+        {"router/load_entropy": "share of the largest"},
+    ),
+    ("Entropy of routers", "nats per token", {"router/entropy": "of their probabilities"}),
+    (
+        "Losses of routers",
+        "without their coefficients; an even load has the experts per token",
+        {"router/balance_loss": "load balancing", "router/z_loss": "z-loss"},
+    ),
+)
 # Metrics that a chart of the page shows in another form.
 DRAWN_ELSEWHERE = ("reward", "clip_ratio/region_mean")
 # Metrics of preference pairs. Both rewards in one chart, which shows their margin.
@@ -125,7 +152,18 @@ def reward_charts(record: RunRecord) -> tuple[list[Markup], set[str]]:
             if (points := metric_points(record.steps, name))
         ]
         charts.append(line_chart("Rewards, without their weights", lines, unit="mean"))
-    for title, unit, metrics in GROUPS:
+    charts += group_charts(record, GROUPS)
+    charts.append(_seconds(record.steps))
+    drawn = {name for _, _, metrics in GROUPS for name in metrics}
+    return charts, drawn | set(DRAWN_ELSEWHERE) | {name for name in names if "rewards/" in name}
+
+
+def group_charts(
+    record: RunRecord, groups: Iterable[tuple[str, str, Mapping[str, str]]]
+) -> list[Markup]:
+    """One of each group of metrics that the run has."""
+    charts = []
+    for title, unit, metrics in groups:
         lines = [
             Series(line, points, f"d{number}")
             for number, (name, line) in enumerate(metrics.items())
@@ -133,9 +171,7 @@ def reward_charts(record: RunRecord) -> tuple[list[Markup], set[str]]:
         ]
         if lines:
             charts.append(line_chart(title, lines, unit=unit, from_zero=True))
-    charts.append(_seconds(record.steps))
-    drawn = {name for _, _, metrics in GROUPS for name in metrics}
-    return charts, drawn | set(DRAWN_ELSEWHERE) | {name for name in names if "rewards/" in name}
+    return charts
 
 
 def mean_rewards(names: Iterable[str]) -> dict[str, str]:

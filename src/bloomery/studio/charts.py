@@ -12,6 +12,7 @@ from nicegui import __version__, ui
 from nicegui.dependencies import esm_modules
 from nicegui.events import GenericEventArguments
 
+from bloomery.report.charts import HEAT
 from bloomery.view.curves import NO_POINTS, Axis, Points
 from bloomery.view.incidents import Incident
 
@@ -292,6 +293,91 @@ class LineChart:
             "dataZoom": [{"type": "inside", "zoomOnMouseWheel": "ctrl", "filterMode": "none"}],
             "series": self._series(),
         }
+
+
+# Of the report's classes, legible on light and on dark.
+HEAT_COLORS = {
+    "dead": "#a04fb0",
+    "low3": "#2a78c2",
+    "low2": "rgba(42, 120, 194, 0.6)",
+    "low1": "rgba(42, 120, 194, 0.3)",
+    "fair": "rgba(138, 143, 152, 0.18)",
+    "high1": "rgba(208, 102, 28, 0.35)",
+    "high2": "rgba(208, 102, 28, 0.65)",
+    "high3": "#d0661c",
+}
+
+
+def heat_options(rows: Sequence[tuple[int, Sequence[float]]]) -> dict[str, Any]:
+    """ECharts' options of a map of ratios, layers by experts."""
+    begins = [*(begin for begin, _, _ in HEAT[1:]), None]
+    pieces: list[dict[str, Any]] = []
+    for (begin, name, label), end in zip(HEAT, begins, strict=True):
+        piece: dict[str, Any] = {"gte": begin, "label": label, "color": HEAT_COLORS[name]}
+        pieces.append(piece if end is None else {**piece, "lt": end})
+    axis = {
+        "type": "category",
+        "axisLabel": {"color": _TEXT, "hideOverlap": True},
+        "axisLine": {"lineStyle": {"color": _GRID}},
+        "nameTextStyle": {"color": _TEXT},
+    }
+    columns = len(rows[0][1])
+    return {
+        "animation": False,
+        "grid": {"left": 8, "right": 30, "top": 56, "bottom": 24, "containLabel": True},
+        "xAxis": {**axis, "data": list(range(columns)), "name": "expert", "nameLocation": "middle"},
+        "yAxis": {**axis, "data": [layer for layer, _ in rows], "inverse": True, "name": "layer"},
+        "tooltip": {
+            "confine": True,
+            ":formatter": "p => `layer ${p.data[3]}, expert ${p.data[0]}: ${p.data[2]}`",
+        },
+        "visualMap": {
+            "type": "piecewise",
+            "dimension": 2,
+            "orient": "horizontal",
+            "top": 0,
+            "left": 0,
+            "itemWidth": 12,
+            "itemHeight": 10,
+            "textStyle": {"color": _TEXT},
+            "pieces": pieces,
+        },
+        "series": [
+            {
+                "type": "heatmap",
+                "progressive": 0,
+                "data": [
+                    [column, place, ratio, layer]
+                    for place, (layer, ratios) in enumerate(rows)
+                    for column, ratio in enumerate(ratios)
+                ],
+            }
+        ],
+    }
+
+
+@final
+class LoadMap:
+    """Mutable: the load of each expert in the newest step that reports it, layers by experts."""
+
+    def __init__(self, rows: Sequence[tuple[int, Sequence[float]]]) -> None:
+        with ui.column().classes("w-full gap-0"):
+            self._heading = ui.label().classes("text-sm font-medium")
+            height = min(36, 10 + 2 * len(rows))
+            self.element = ui.echart(heat_options(rows)).classes("w-full")
+            self.element.style(f"height: {height}rem")
+            label = "Load of each expert, layers by experts"
+            self.element.props(f'role=img aria-label="{label}"')
+        self._step = -1
+
+    def show(self, step: int, rows: Sequence[tuple[int, Sequence[float]]]) -> None:
+        if step == self._step:
+            return
+        self._step = step
+        self._heading.text = f"Load of each expert, step {step:,}, relative to an even one"
+        with self.element.props.suspend_updates():
+            self.element.options.update(heat_options(rows))
+        self.element.update()
 
 
 def color_of(index: int) -> str:

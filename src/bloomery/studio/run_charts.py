@@ -12,6 +12,7 @@ from bloomery.report.rewards import (
     GROUPS,
     METRIC_UNITS,
     PREFERENCES,
+    ROUTER_GROUPS,
     mean_rewards,
     title_of,
 )
@@ -135,6 +136,9 @@ def _charts_of_metrics(opened: OpenRun) -> Iterator[Chart]:
             yield Chart(title, group, unit)
             drawn |= group.keys()
         drawn |= {*DRAWN_ELSEWHERE, *(name for name in names if "rewards/" in name)}
+    for title, unit, group in ROUTER_GROUPS:
+        yield Chart(title, group, unit)
+        drawn |= group.keys()
     if all(name in names for name in PREFERENCES):
         yield Chart("Rewards", PREFERENCES, "mean per response")
         drawn |= PREFERENCES.keys()

@@ -11,7 +11,7 @@ from nicegui import ui
 from bloomery.core.errors import UserError
 from bloomery.core.text import harmless
 from bloomery.monitor.words import phase_text
-from bloomery.studio.charts import ChartMark, LineChart, marks_of
+from bloomery.studio.charts import ChartMark, LineChart, LoadMap, marks_of
 from bloomery.studio.commands import Commands
 from bloomery.studio.frame import STATUS_COLORS, CommandView, notify, page, update_every
 from bloomery.studio.models_page import address_of_chat, ask_to_export
@@ -105,6 +105,8 @@ class RunPage:
         self._values: dict[str, ui.label] = {}  # of the figures, by label
         self._charts: dict[tuple[str, str], LineChart] = {}  # by title and first curve
         self._grid = ui.element("div").classes("w-full grid gap-4 grid-cols-1 md:grid-cols-2")
+        self._experts = ui.column().classes("w-full gap-0")
+        self._load_map: LoadMap | None = None  # of a mixture
         self._events = EventList()
         with ui.element("section").classes("w-full"):
             self._drawers = drawers_of(opened)
@@ -183,6 +185,7 @@ class RunPage:
         if has_events:
             timeline = timeline_of(opened)
             self._draw_charts(marks_of(timeline))
+            self._draw_experts()
             self._events.show(timeline)
 
     def _draw_figures(self) -> None:
@@ -197,6 +200,16 @@ class RunPage:
                         self._values[label] = ui.label().classes("text-base font-medium")
         for label, value in figures.items():
             self._values[label].text = value
+
+    def _draw_experts(self) -> None:
+        load = self.opened.view.expert_load
+        rows = [] if load is None else load.rows()
+        if load is None or not rows:
+            return
+        if self._load_map is None:
+            with self._experts:
+                self._load_map = LoadMap(rows)
+        self._load_map.show(load.step, rows)
 
     def _draw_charts(self, marks: Sequence[ChartMark]) -> None:
         for place, chart in enumerate(charts_of(self.opened)):

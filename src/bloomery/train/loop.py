@@ -34,7 +34,7 @@ from bloomery.train.requests import StepRequests
 from bloomery.train.run_clock import Timer, due, estimated_steps, fraction_done, is_save_due, passed
 from bloomery.train.set_up import open_context
 from bloomery.train.step import train_step
-from bloomery.train.step_report import report_step
+from bloomery.train.step_report import report_step, reports_experts
 
 Outcome = Literal["done", "stopped"]
 NEWS = 0.02  # of a wall-time run: how often its number of steps is estimated
@@ -177,6 +177,7 @@ def take_step(context: RunContext, steps: Iterator[StepBatches]) -> Action:
             plan=plan,
             lr_scale=lr_scale,
             position=state.cursor.consumed,
+            reports_experts=reports_experts(step, context.plan.logging.every_steps),
         ),
         state,
         list_tensors,

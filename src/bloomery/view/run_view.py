@@ -9,6 +9,7 @@ from typing import final
 from bloomery.core.text import harmless
 from bloomery.monitor.events import (
     Event,
+    ExpertLoad,
     RunEnded,
     RunStarted,
     Sampled,
@@ -17,6 +18,7 @@ from bloomery.monitor.events import (
     TaskDone,
     Warned,
     as_shown,
+    last_kept_step,
 )
 from bloomery.view.curves import RunCurves
 from bloomery.view.incidents import KILLED, Incident, incident_of
@@ -43,6 +45,7 @@ class RunView:
     # The newest by task, metric and the model of a comparison.
     tasks: dict[tuple[str, str, str], TaskDone] = field(default_factory=dict)
     diagnoses: dict[str, Warned] = field(default_factory=dict)  # by their cause
+    expert_load: ExpertLoad | None = None  # the newest, of a mixture
     # When the last process of the run began; of one that did not come so far, when the one before it ended.
     began_at: float = 0.0
     _ended_at: float = 0.0
@@ -61,7 +64,12 @@ class RunView:
             self.incidents.append(Incident(step, event.time, seconds, "kill", KILLED))
         self.summary.add(event)
         self.curves.add(event)
+        last_kept = last_kept_step(event)
+        if last_kept is not None and self.expert_load is not None:
+            self.expert_load = self.expert_load if self.expert_load.step <= last_kept else None
         match event:
+            case ExpertLoad():
+                self.expert_load = event
             case Sampled():
                 self.samples.append(event)
             case Saved():

@@ -13,6 +13,7 @@ from bloomery.core.text import harmless
 from bloomery.core.units import format_joules, format_seconds
 from bloomery.monitor.words import (
     eval_text,
+    load_text,
     phase_text,
     sensor_lines,
     short_sensor_lines,
@@ -230,6 +231,7 @@ def _figures(run: RunView, planned: PlannedFigures, width: int) -> list[str]:
         ),
         ("tokens", in_millions(summary.tokens)),
         ("memory", f"{last_step.memory_gib:.2f}{limit} GiB"),
+        ("experts", load_text(last_step.metrics)),
         ("lr", f"{last_step.learning_rate:.3g}"),
         ("grad norm", "skipped" if last_step.grad_norm is None else f"{last_step.grad_norm:.3f}"),
         ("data wait", f"{summary.data_wait or 0:.1%} of step time"),

@@ -12,6 +12,7 @@ from bloomery.monitor.events import (
     Decode,
     DeviceStats,
     Event,
+    ExpertLoad,
     Saved,
     StepDone,
     StepHealth,
@@ -26,7 +27,7 @@ _MOST = 4000  # steps together
 _SKIPPED = 200  # steps without a loss that are there as events: more are not shown
 _STEP = b'{"event": "StepDone", '  # how the line of a step begins
 # Events that may be handled before the steps around them: no figure depends on their order.
-_BETWEEN_STEPS = (DeviceStats, Saved, StepHealth, TaskDone)
+_BETWEEN_STEPS = (DeviceStats, ExpertLoad, Saved, StepHealth, TaskDone)
 _BETWEEN_STEP_LINES = tuple(b'{"event": "%s", ' % kind.__name__.encode() for kind in _BETWEEN_STEPS)
 _NAN = float("nan")
 

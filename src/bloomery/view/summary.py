@@ -12,6 +12,7 @@ from bloomery.monitor.events import (
     DeviceStats,
     EvalDone,
     Event,
+    ExpertLoad,
     Phase,
     Recovered,
     Resumed,
@@ -57,7 +58,7 @@ class Elapsed:
         if isinstance(event, StepDone):
             return self.add_steps((event.time,))[0]
         # Other threads and processes write these, out of order; a step has written the others.
-        if isinstance(event, Saved | Warned | DeviceStats | StepHealth | TaskDone):
+        if isinstance(event, Saved | Warned | DeviceStats | ExpertLoad | StepHealth | TaskDone):
             return self.seconds
         if isinstance(event, RunStarted) and self.shows_kill(event):
             self._before = None

@@ -20,6 +20,7 @@ from bloomery.monitor.events import (
     DeviceStats,
     EvalDone,
     Event,
+    ExpertLoad,
     Phase,
     Recovered,
     Resumed,
@@ -41,6 +42,7 @@ from bloomery.monitor.words import (
     devices_text,
     eval_text,
     incident_text,
+    load_text,
 )
 from bloomery.view.planned_figures import PlannedFigures
 from bloomery.view.plot import sparkline
@@ -242,6 +244,7 @@ class PlainView:
                 pass
             case (
                 StepHealth()
+                | ExpertLoad()
                 | DeviceStats()
                 | Phase(name="evaluation")
                 | StepChecked(from_cache=True)
@@ -299,6 +302,9 @@ class PlainView:
                 self._titled("model", f"{event.parameters:,} parameters{trainable} {place}")
                 if (targets := event.reasons.get("adapter.target_modules")) is not None:
                     self._titled("adapter", targets)
+                keys = ("router.loss", "router.z_loss", "router.bias_update")
+                if balances := [event.reasons[key] for key in keys if key in event.reasons]:
+                    self._titled("router", "; ".join(balances))
             case Phase():
                 self._print_phase(event)
             case Sampled():  # the first lines as they are, long ones cut
@@ -389,6 +395,8 @@ class PlainView:
             "GiB": f"{self._summary.peak_gib:.2f}" if steps else "",
         }
         self._line = _Line(step, cells)
+        if steps and (load := load_text(steps[-1].metrics)):
+            self._line.notes.append(f"experts {load}")
         return self._line
 
     def _flush(self) -> None:
