@@ -12,7 +12,10 @@ from bloomery.model.cache import Cache
 from bloomery.model.io.stored import tensor_locations
 from bloomery.model.io.weights import load_decoder
 
+# Held against transformers document by document in their own test (`test_experts`), which names their parameters.
+MIXTURES = ("qwen2-moe", "qwen3-next", "qwen3.5-moe", "lfm2-moe", "ernie4.5-moe", "gemma4-26b-a4b")
 FAMILIES = (
+    *MIXTURES,
     "lfm2",
     "lfm2-bias",
     "lfm3",
@@ -48,7 +51,7 @@ def test_packed_documents_are_each_alone_to_the_last_digits_of_float64(
         assert_close(gradient, expected[name], atol=1e-9, rtol=1e-9, msg=name)
 
 
-@pytest.mark.parametrize("case", FAMILIES)
+@pytest.mark.parametrize("case", [case for case in FAMILIES if case not in MIXTURES])
 def test_every_gradient_is_that_of_transformers_on_each_document(case: str, tmp_path: Path) -> None:
     their_model = saved_reference(case, tmp_path).double()
     their_model.config._experts_implementation = "eager"  # the others take no float64

@@ -64,6 +64,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             flags={"attention_bias": "attention_bias", "mlp_bias": "mlp_bias"},
             extra=deepseek_v2_facts,
             write=write_deepseek_v2,
+            fresh=lambda _sizes: {"num_experts_per_tok": 6},  # its class has no default
             unwritten=("mlp_layer_types", "rope_interleave"),
             ignored=("norm_topk_prob",),
             stored=SHARED,

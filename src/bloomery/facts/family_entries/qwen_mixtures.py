@@ -90,6 +90,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             keys=LLAMA_KEYS | {"intermediate_size": "moe_intermediate_size"},
             extra=qwen3_5_moe_facts,
             write=write_qwen3_5_moe,
+            # The shared expert is as wide as the others.
+            fresh=lambda sizes: {"shared_expert_intermediate_size": sizes["intermediate_size"]},
             reads_rotary_share=True,
             classifier="Qwen3_5MoeText",
             defaults={**_HYBRID_DEFAULTS, "num_experts": 256, "num_experts_per_tok": 8},
