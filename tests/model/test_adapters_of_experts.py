@@ -88,6 +88,24 @@ def assert_same(ours, theirs):
     assert_close(logits, theirs.double()(tokens()).logits, atol=1e-5, rtol=0)
 
 
+def assert_merged_same(folder, theirs):
+    """The weights that a merge writes are those of PEFT's, name by name, in files and in memory."""
+    merged_folder = folder / "merged"
+    merged_folder.mkdir()
+    with open_merged(folder / "adapter", folder / "base", torch.float32, "cpu") as opened:
+        read_parameter, config = opened
+        write_model_piecewise(read_parameter, config, torch.float32, merged_folder)
+        whole = merged_state(load_decoder(folder / "adapter"), torch.float32)
+        for name, tensor in whole.items():
+            assert_close(tensor, read_parameter(name), atol=1e-6, rtol=0)
+    merged = AutoModelForCausalLM.from_pretrained(merged_folder).state_dict()
+    theirs = theirs.float().merge_and_unload().state_dict()
+    for name, tensor in merged.items():
+        assert_close(
+            tensor, theirs[name], atol=1e-6, rtol=0, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
 SETTINGS = {
     "both": {},
     "rslora": {"use_rslora": True},
@@ -124,21 +142,7 @@ def test_an_adapter_of_peft_computes_and_merges_the_same_here(case, kind, tmp_pa
     assert_same(ours, theirs)
     assert (ours(tokens()).head - tiny_reference(case)(tokens()).logits).abs().max() > 0.05
 
-    # The merged model has PEFT's merged weights, name by name.
-    merged_folder = tmp_path / "merged"
-    merged_folder.mkdir()
-    with open_merged(tmp_path / "adapter", tmp_path / "base", torch.float32, "cpu") as opened:
-        read_parameter, config = opened
-        write_model_piecewise(read_parameter, config, torch.float32, merged_folder)
-        whole = merged_state(load_decoder(tmp_path / "adapter"), torch.float32)
-        for name, tensor in whole.items():
-            assert_close(tensor, read_parameter(name), atol=1e-6, rtol=0)
-    merged = AutoModelForCausalLM.from_pretrained(merged_folder).state_dict()
-    theirs = theirs.float().merge_and_unload().state_dict()
-    for name, tensor in merged.items():
-        assert_close(
-            tensor, theirs[name], atol=1e-6, rtol=0, msg=lambda text, n=name: f"{n}: {text}"
-        )
+    assert_merged_same(tmp_path, theirs)
 
 
 @pytest.mark.parametrize(
@@ -154,6 +158,10 @@ def test_an_adapter_of_peft_computes_and_merges_the_same_here(case, kind, tmp_pa
         ("gpt-oss", {}),
         ("granite-moe", {}),
         ("granite4-moe", {"modules_to_save": ["mlp.gate"]}),
+        ("qwen2-moe", {}),
+        ("lfm2-moe", {}),
+        ("ernie4.5-moe", {}),
+        ("deepseek-v3", {}),
         ("olmoe", {"target_modules": ["gate_proj", "up_proj"]}),
     ],
 )
@@ -162,6 +170,20 @@ def test_an_adapter_of_ours_computes_the_same_in_peft(case, settings, tmp_path):
     theirs = peft.PeftModel.from_pretrained(tiny_reference(case), tmp_path / "adapter").eval()
     assert_same(ours, theirs)
     assert_same(load_decoder(tmp_path / "adapter", dtype=torch.float64), theirs)
+
+
+@pytest.mark.parametrize(
+    ("case", "settings"),
+    [
+        ("qwen3.5-moe", {"target_modules": ["experts", "shared_expert.up_proj", "out_proj"]}),
+        ("gemma4-26b-a4b", {}),
+    ],
+)
+def test_an_adapter_of_ours_has_the_same_weights_in_peft(case, settings, tmp_path):
+    """Of families that compute in float32 in every precision."""
+    of_ours(case, tmp_path, **settings)
+    theirs = peft.PeftModel.from_pretrained(tiny_reference(case), tmp_path / "adapter").eval()
+    assert_merged_same(tmp_path, theirs)
 
 
 def test_gradients_are_those_of_peft(tmp_path):

@@ -8,15 +8,18 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from bloomery.check.small_model import exact_weight
+from bloomery.core import Choice
 from bloomery.core.errors import UserError
 from bloomery.facts.config import Experts, ModelConfig
 from bloomery.facts.counting import is_layer_matrix, parameter_shapes
 from bloomery.facts.limits import storage_bytes
 from bloomery.model import quantized_experts
-from bloomery.model.adapters.lora import adapted_stacks
+from bloomery.model.adapters.lora import adapt, adapted_stacks
+from bloomery.model.configs import read_config
 from bloomery.model.decoder import Decoder
 from bloomery.model.experts import grouped_linear, sorted_by_expert
 from bloomery.model.io import quantized
+from bloomery.model.io.expert_tensors import refuse_unquantizable, stacks_of_transformers
 from bloomery.model.io.quantized import QuantizedWeight, dequantized_part
 from bloomery.model.io.weights import (
     fresh_decoder,
@@ -26,7 +29,10 @@ from bloomery.model.io.weights import (
     quantized_weights,
 )
 from bloomery.model.quantized_experts import QuantizedExperts
-from bloomery.recipe.schema import Quantize
+from bloomery.plan.estimate.states import TrainedModel
+from bloomery.plan.unsupported import adapter_choices, quantized_choices
+from bloomery.recipe.schema import Quantize, Recipe
+from foreign_models import saved_model
 
 ADAPTER = lora(target_modules=["all-linear"])
 SINGLE = Quantize(kind="nf4", double_quant=False)
@@ -228,3 +234,52 @@ def test_blocks_that_would_belong_to_two_experts_are_refused() -> None:
     with pytest.raises(UserError, match="48 weights, no multiple of 64") as refused:
         quantize_model(decoder, NF4)
     assert "quantize.kind=none" in refused.value.fix
+
+
+def test_experts_of_transformers_layers_are_not_left_in_floats_unsaid(tmp_path) -> None:
+    saved_model("phimoe", tmp_path)
+    config = read_config(tmp_path)
+    stacks = stacks_of_transformers(config)
+    assert {name.rpartition(".")[2] for name in stacks} == {"gate_up_proj", "down_proj"}
+    with pytest.raises(UserError, match="of the parameters in floats"):
+        refuse_unquantizable(config, "nf4")
+    recipe = Recipe.model_validate(
+        {
+            "model": {"from": str(tmp_path)},
+            "adapter": {"kind": "lora"},
+            "data": {"path": "x"},
+            "train": {"max_steps": 1},
+        }
+    )
+    trained = TrainedModel.of(recipe, config)
+    choices = dict(adapter_choices(recipe, trained, known_vocabulary=None, added=0))
+    assert "parameters of experts stay frozen" in choices["adapter.target_modules"].reason
+
+
+def test_a_plan_counts_what_is_quantized_and_what_trains() -> None:
+    """As the model does."""
+    recipe = Recipe.model_validate(
+        {
+            "model": {"family": "qwen3_moe"},
+            "adapter": {"kind": "lora", "rank": 2},
+            "quantize": {"kind": "nf4"},
+            "data": {"path": "x"},
+            "train": {"max_steps": 1},
+        }
+    )
+    trained = TrainedModel.of(recipe, WIDE)
+    (_, choice), *_ = quantized_choices(recipe, trained, Choice("torch", "native"))
+    decoder = fresh_decoder(WIDE, seed=0)
+    adapt(decoder, recipe.adapter)
+    quantize_model(decoder, NF4)
+    weights = dict(quantized_weights(decoder))
+    sizes = {name: weight.rows * weight.inputs for name, weight in weights.items()}
+    of_experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    assert f"{sum(sizes.values()):,} of " in choice.reason
+    assert f"{of_experts:,} of them in experts" in choice.reason
+    choices = dict(adapter_choices(recipe, trained, known_vocabulary=None, added=0))
+    lora = sum(p.numel() for name, p in decoder.named_parameters() if ".experts.lora." in name)
+    assert f"routed experts: 32 matrices, {lora:,} parameters" in (
+        choices["adapter.target_modules"].reason
+    )
+    assert "the router stays frozen" in choices["adapter.target_modules"].reason

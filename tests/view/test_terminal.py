@@ -437,9 +437,11 @@ def test_a_run_with_an_adapter_begins_with_the_modules_that_it_trains():
         steps=1,
         attention="mask",
         device="cpu",
-        reasons={"adapter.target_modules": targets},
+        reasons={"adapter.target_modules": targets, "quantize.kind": "nf4 base: 4.127 bits"},
     )
-    assert lines_of([started])[1].split(maxsplit=1) == ["adapter", targets]
+    adapter, base = lines_of([started])[1:3]
+    assert adapter.split(maxsplit=1) == ["adapter", targets]
+    assert base.split(maxsplit=1) == ["base", "nf4 base: 4.127 bits"]
 
 
 def test_a_notebook_gets_one_output_that_is_redrawn(monkeypatch):

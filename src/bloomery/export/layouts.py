@@ -24,6 +24,7 @@ from bloomery.core.units import format_bytes
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.export import DTYPES as DTYPE_NAMES
 from bloomery.export.card import Merge, write_card
+from bloomery.export.merge_proof import proof_of_change
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import parameter_shapes
 from bloomery.facts.hf_config import config_to_hf, text_part
@@ -236,8 +237,9 @@ def export_merged(
     """Writes the new folder `out`, completely or not at all. `dtype`: None keeps the base's.
 
     Merges weights in float32 and rounds them once, one at a time, on the device of `use`. Uses the stored base model,
-    also where the run trained with a quantized one. Verification reads the folder back, compares its logits with those
-    of base and adapter, and loads it in transformers where that is installed. Raises UserError.
+    also where the run trained with a quantized one. What the adapter changes must differ from the base in the files.
+    Verification reads the folder back, compares its logits with those of base and adapter, and loads it in transformers
+    where that is installed. Raises UserError.
     """
     if model_files.base is None:
         raise UserError(
@@ -257,6 +259,7 @@ def export_merged(
         config, target_dtype = _write_merged(model_files, model_files.base, draft, dtype, use)
         if (note := untied_note(model_files.base, config)) is not None:
             proofs.append(f"adapter: {note}")
+        proofs.append(proof_of_change(draft, model_files.base, model_files.weights))
         write_other_files(draft, out.name, config, model_files)
         if verify:
             proofs += _compare_logits(draft, model_files, target_dtype, use)

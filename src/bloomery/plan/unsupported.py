@@ -34,7 +34,7 @@ from bloomery.model.adapters.settings import (
     refuse_untrained_rows,
 )
 from bloomery.model.configs import CONTEXT_KEYS
-from bloomery.model.io.expert_tensors import refuse_unquantizable
+from bloomery.model.io.expert_tensors import refuse_unquantizable, stacks_of_transformers
 from bloomery.plan.choices import refuse_transformers_misfits
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.reward_code import refuse_missing_function, refuse_missing_plugin
@@ -207,6 +207,10 @@ def adapter_choices(
         yield "adapter.kind", Choice(f"{kind}, rank {adapter.rank}", reason)
         targets = [name for name, _ in model.mode.target_modules]
         by_name = Choice(f"{len(targets):,} target modules", counted_by_kind(targets))
+        if stacks := stacks_of_transformers(model.config):
+            frozen = f"{format_count(sum(stacks.values()))} parameters of experts stay frozen"
+            reason = f"{by_name.reason}; {frozen}: transformers' layers have them as stacks"
+            by_name = Choice(by_name.value, reason)
         yield (
             "adapter.target_modules",
             by_name if model.config.experts is None else _targets_by_kind(model),
@@ -252,8 +256,7 @@ def _targets_by_kind(model: TrainedModel) -> Choice[str]:
     frozen = [] if matrices[routed] else [f"{routed} stay frozen"]
     if not any(name.endswith("mlp.gate") for name in model.mode.modules_to_save):
         frozen.append("the router stays frozen")
-    adapted = ", ".join(kind for kind in (MIXERS, *ADAPTED_KINDS.values()) if matrices[kind])
-    return Choice(f"LoRA on {adapted}", "; ".join(kinds + frozen))
+    return Choice(f"{len(model.mode.target_modules):,} target modules", "; ".join(kinds + frozen))
 
 
 def _kind_of(name: str) -> str:

@@ -305,6 +305,8 @@ class PlainView:
                 keys = ("router.loss", "router.z_loss", "router.bias_update")
                 if balances := [event.reasons[key] for key in keys if key in event.reasons]:
                     self._titled("router", "; ".join(balances))
+                if (base := event.reasons.get("quantize.kind")) is not None:
+                    self._titled("base", base)
             case Phase():
                 self._print_phase(event)
             case Sampled():  # the first lines as they are, long ones cut

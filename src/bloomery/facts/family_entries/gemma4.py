@@ -108,6 +108,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 },
                 experts=StoredExperts(
                     prefix="experts",
+                    module="experts",
                     stacks={
                         "gate_up_proj": "experts.gate_up_proj",
                         "down_proj": "experts.down_proj",

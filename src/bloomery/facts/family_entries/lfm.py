@@ -254,6 +254,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 },
                 experts=StoredExperts(
                     prefix="feed_forward.experts",
+                    module="feed_forward.experts",
                     modules={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
                 ),
             ),

@@ -226,6 +226,17 @@ def _part_names(layer: str, part: ExpertPart, stored: StoredExperts) -> Iterator
     yield from dict.fromkeys((own_name, part.name))
 
 
+def stacks_of_transformers(config: ModelConfig) -> dict[str, int]:
+    """The weights of each stack of experts in transformers' own layers, which no adapter changes or quantizes here."""
+    if config.transformers_backend is None:
+        return {}
+    return {
+        name: prod(shape)
+        for name, shape in parameter_shapes(config).items()
+        if "expert" in name and len(shape) == 3
+    }
+
+
 def refuse_unquantizable(config: ModelConfig, kind: str) -> None:
     """Raises UserError where matrices of experts cannot be quantized one by one: none stays in floats unsaid."""
     for name, shape in expert_matrices(config).items():
@@ -237,13 +248,8 @@ def refuse_unquantizable(config: ModelConfig, kind: str) -> None:
                 fix="set quantize.kind=none, or take a model whose experts are of a width that is a multiple of 64",
                 code=2,
             )
-    backend = config.transformers_backend
-    parameters = () if backend is None else backend.parameters
-    stacks = {
-        name: prod(shape) for name, _, shape in parameters if "expert" in name and len(shape) == 3
-    }
-    if stacks:
-        total = sum(prod(shape) for _, _, shape in parameters)
+    if stacks := stacks_of_transformers(config):
+        total = sum(prod(shape) for shape in parameter_shapes(config).values())
         raise UserError(
             f"{kind} would leave {sum(stacks.values()) / total:.0%} of the parameters in floats: transformers' layers "
             f"have experts as stacks ({next(iter(stacks))})",

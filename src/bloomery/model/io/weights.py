@@ -16,6 +16,7 @@ from bloomery.facts.counting import (
     Shape,
     attention_layers,
     expert_parts,
+    is_layer_matrix,
     parameter_shapes,
     unstacked_shapes,
 )
@@ -108,6 +109,14 @@ def quantize_model(model: Decoder, quantize: Quantize, *, reader: str = "torch")
             setattr(
                 model.get_submodule(parent), leaf, QuantizedLinear(quantized_weight, linear.bias)
             )
+
+    # A frozen matrix of a layer that stayed in floats would be memory that no plan counts.
+    if model.config.transformers_backend is None:
+        assert not [
+            name
+            for name, parameter in model.named_parameters()
+            if is_layer_matrix(name, parameter.shape) and not parameter.requires_grad
+        ]
 
 
 def _quantized(weight: Tensor, name: str, quantize: Quantize, reader: str) -> QuantizedWeight:
