@@ -23,6 +23,8 @@ What trains on several devices, by the axis of `parallel`.
   Where all of the first three refuse, `bloomery train` uses one device.
 - `parallel.context` shares sequences among the devices of `parallel.replicate` and `parallel.shard`: what these refuse,
   it refuses too. It is never chosen by `auto`.
+- `parallel.expert` divides the experts of a mixture among these devices. What it refuses is listed in
+  [Train on several GPUs](../how-to/several-gpus.md#experts-over-several-gpus).
 
 How the axes work: [How sharding works](../explanation/how-sharding-works.md).
 How to use them: [Train on several GPUs](../how-to/several-gpus.md).

@@ -365,6 +365,7 @@ def _mesh(mesh: "ParallelPlan") -> dict[str, Any]:
                 "shard": layout.shard,
                 "pipeline": layout.pipeline,
                 "context": layout.context,
+                "expert": layout.expert,
                 "pipeline_schedule": layout.pipeline_schedule,
                 "pipeline_chunks": layout.pipeline_chunks,
                 "pipeline_layers": layout.pipeline_layers,

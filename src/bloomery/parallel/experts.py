@@ -1,5 +1,4 @@
-"""Ranks that divide the experts of each layer: all-to-alls bring each token to its experts and back (GShard,
-arXiv:2006.16668).
+"""Ranks that divide the experts of each layer: all-to-alls bring tokens there and back (GShard, arXiv:2006.16668).
 
 Of N neighboring ranks each holds E/N experts of every layer, in the order of the ranks. It sends each row of its tokens
 to the rank of the row's expert, computes the rows that arrive, and sends them back. How many rows travel differs from

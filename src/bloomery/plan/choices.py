@@ -308,6 +308,10 @@ def choose_compile(
         return Choice(False, "PEFT layers change during training")
     if config is not None and any(layer.delta_net is not None for layer in layers(config)):
         return Choice(False, "a delta net computes between graphs, which nobody has measured")
+    if recipe.parallel.expert > 1:
+        return Choice(
+            False, "devices divide the experts, and exchange other numbers of rows in each step"
+        )
     if not profile.compile.value:
         return profile.compile
     if gain is not None:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from bloomery.core.errors import UserError
 from bloomery.core.units import counted
+from bloomery.facts.counting import is_of_experts
 from bloomery.facts.limits import refuse_split_int8_blocks, split_int8_block
 from bloomery.hardware.link_rates import measured_links, slowest_copy_gbs
 from bloomery.hardware.machine import Machine
@@ -26,10 +27,17 @@ from bloomery.plan.estimate.measured import StepEstimator
 from bloomery.plan.estimate.mesh import MeshSplit, mesh_memory
 from bloomery.plan.estimate.speed import Rate, Work, step_parts, total, work_of
 from bloomery.plan.estimate.stages import fullest_stage_bytes
+from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.rollouts import RolloutMoments
 from bloomery.plan.types import Estimate, LayoutPlan, MemoryEstimate, ParallelPlan
-from bloomery.plan.unsupported import AXES, refusals, refuse_context, refuse_unsupported
+from bloomery.plan.unsupported import (
+    AXES,
+    refusals,
+    refuse_context,
+    refuse_divided_experts,
+    refuse_unsupported,
+)
 from bloomery.recipe.schema import AssumedNetwork, Parallel, Recipe, Train
 
 SIMPLER_LAYOUT_TIME = 1.03  # of the fastest layout: a simpler one is chosen up to this time
@@ -230,8 +238,9 @@ def fewest_devices(parallel: Parallel) -> int:
     """The number of devices of which those of the recipe are a multiple, or which they are."""
     sizes = sizes_of(parallel)
     devices = math.prod(size for size in sizes if size != "auto")
-    # Sizes that are open may have as many devices as share a sequence.
-    return math.lcm(devices, parallel.context) if "auto" in sizes else devices
+    # Sizes that are open may have as many devices as share a sequence, or divide the experts.
+    shared = math.lcm(devices, parallel.context, parallel.expert)
+    return shared if "auto" in sizes else devices
 
 
 def assumed_devices(parallel: Parallel, *, gpus: int, nodes: int) -> tuple[int, int]:
@@ -252,7 +261,11 @@ def assumed_devices(parallel: Parallel, *, gpus: int, nodes: int) -> tuple[int, 
         ]
         larger_keys = [key for key in set_keys if getattr(parallel, key) > 1]
         edits = [f"parallel.{key}=auto" for key in larger_keys or set_keys]
-        edits += ["parallel.context=1"] * (gpus * nodes % parallel.context > 0)
+        edits += [
+            f"parallel.{key}=1"
+            for key in ("context", "expert")
+            if gpus * nodes % getattr(parallel, key)
+        ]
         number = (
             f"a multiple of {devices:,} devices" if "auto" in sizes else counted(devices, "devices")
         )
@@ -285,10 +298,14 @@ def _splits(workload: MeshWorkload, recipe: Recipe) -> Iterator[tuple[str, MeshS
             shard=remaining // copies if shards == "auto" else shards,
             pipeline=num_stages,
             context=parallel.context,
+            expert=parallel.expert,
             schedule=schedule if num_stages > 1 else "1f1b",
             chunks=chunks if num_stages > 1 else 1,
         )
         refuse_context(recipe, model.config, split.replicate * split.shard)
+        refuse_divided_experts(
+            recipe, model.config, devices=split.replicate * split.shard, shard=split.shard
+        )
         refuse_unsupported(
             recipe,
             model.config,
@@ -298,8 +315,8 @@ def _splits(workload: MeshWorkload, recipe: Recipe) -> Iterator[tuple[str, MeshS
             context=split.context,
         )
         stages.refuse_few_layers(model.config.num_layers, split)
-        if split.shard > 1 and int8_states:
-            refuse_split_int8_blocks(model.trainable, split.shard)
+        if int8_states:
+            _refuse_split_blocks(model, split)
         if num_stages > 1:
             name = "pipeline"
         elif split.shard == 1:
@@ -311,12 +328,18 @@ def _splits(workload: MeshWorkload, recipe: Recipe) -> Iterator[tuple[str, MeshS
 
     # The recipe names no split: every one over all devices, without those that a feature of the recipe refuses.
     refuse_context(recipe, model.config, fabric.devices)
+    refuse_divided_experts(recipe, model.config, devices=fabric.devices)
     refuse_unsupported(recipe, model.config, context=parallel.context)
-    whole = MeshSplit(context=parallel.context)
+    whole = MeshSplit(context=parallel.context, expert=parallel.expert)
     splits = [
         ("replicate", replace(whole, replicate=fabric.devices)),
         ("shard", replace(whole, shard=fabric.devices)),
     ]
+    if 1 < parallel.expert < fabric.devices:
+        copies = fabric.devices // parallel.expert
+        splits.append(
+            ("shard and replicate", replace(whole, replicate=copies, shard=parallel.expert))
+        )
     if fabric.nodes > 1 and fabric.per_node > 1:
         in_nodes = replace(whole, replicate=fabric.nodes, shard=fabric.per_node)
         splits.append(("shard in nodes", in_nodes))
@@ -324,21 +347,36 @@ def _splits(workload: MeshWorkload, recipe: Recipe) -> Iterator[tuple[str, MeshS
     if refused_axes == set(AXES):
         refuse_unsupported(recipe, model.config, replicate=fabric.devices)  # raises
     splits += [
-        ("pipeline", replace(split, schedule=schedule, chunks=chunks))
+        ("pipeline", replace(split, schedule=schedule, chunks=chunks, expert=parallel.expert))
         for split in _pipelines(workload, chunks)
     ]
     allowed = [
         (name, split)
         for name, split in splits
-        if not ("replicate" in refused_axes and split.replicate > 1)
+        if split.divides_experts
+        and not ("replicate" in refused_axes and split.replicate > 1)
         and not ("shard" in refused_axes and split.shard > 1)
         and not ("pipeline" in refused_axes and split.pipeline > 1)
-        and not (int8_states and split.shard > 1 and split_int8_block(model.trainable, split.shard))
+        and not (int8_states and _split_block(model, split))
     ]
     # None is left where only shards would train and their rows would split the blocks of int8 states.
     if not allowed:
         refuse_split_int8_blocks(model.trainable, fabric.devices)  # raises
     yield from allowed
+
+
+def _split_block(model: TrainedModel, split: MeshSplit) -> str | None:
+    """The first parameter of which a block of int8 states would span two devices."""
+    if split.shard > 1:
+        return split_int8_block(model.trainable, split.shard)
+    divided = {name: shape for name, shape in model.trainable.items() if is_of_experts(name)}
+    return split_int8_block(divided, split.expert) if split.expert > 1 else None
+
+
+def _refuse_split_blocks(model: TrainedModel, split: MeshSplit) -> None:
+    """Raises UserError where `_split_block` finds one."""
+    if _split_block(model, split) is not None:
+        refuse_split_int8_blocks(model.trainable, max(split.shard, split.expert))
 
 
 def _pipelines(workload: MeshWorkload, chunks: int) -> Iterator[MeshSplit]:
@@ -631,6 +669,7 @@ def plan_mesh(workload: MeshWorkload, recipe: Recipe) -> tuple[LayoutCandidate, 
             shard=split.shard,
             pipeline=split.pipeline,
             context=split.context,
+            expert=split.expert,
             micro_batch_size=micro_batch_size,
             accumulation=candidate.sequences // micro_batch_size,
             activation_checkpointing=candidate.micro_batching.checkpointing.value,

@@ -630,6 +630,8 @@ def _layout(layout: LayoutPlan, plan: RunPlan) -> str:
         split = f"{layout.replicate} x {layout.shard} shards x {layout.pipeline} stages"
     if layout.context > 1:
         split += f", context {layout.context}"
+    if layout.expert > 1:
+        split += f", experts over {layout.expert}"
     head = f"{f'{layout.name} ({split})':<39}{f'{layout.micro_batch_size} x {layout.accumulation}':>11}"
     head += f"{layout.memory.total / GIB:>9.1f}"
     step = layout.step_seconds

@@ -167,6 +167,7 @@ def resolve(loaded_recipe: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: 
             shard=layout.shard if layout else 1,
             pipeline=layout.pipeline if layout else 1,
             context=layout.context if layout else 1,
+            expert=layout.expert if layout else 1,
             pipeline_schedule=layout.pipeline_schedule if layout else "1f1b",
             pipeline_layers=layout.pipeline_layers if layout else (),
             pipeline_link=_pipeline_link(recipe, profile, step.parallel),
@@ -315,7 +316,9 @@ def _choose_step(
         """
         moments = rollouts.RolloutMoments.of(recipe, facts, sequences)
         if gpus * nodes > 1:
-            of_device = replace(shape, context=recipe.parallel.context)
+            of_device = replace(
+                shape, context=recipe.parallel.context, expert=recipe.parallel.expert
+            )
             workload = mesh.MeshWorkload.of(
                 facts.machine,
                 profile,

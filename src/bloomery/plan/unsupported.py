@@ -557,6 +557,9 @@ SAMPLES_WITH_WHOLE_MODEL = (
     "each device samples completions with a whole model, which a stage does not have"
 )
 WHOLE_TEXTS = "its loss is one per response, and each device has a part of the response"
+OTHER_COMPLETIONS = "each device samples completions of other lengths, with a whole model"
+OTHER_ROWS = "each step exchanges other numbers of rows, and blocks would be compiled again"
+NOT_QUANTIZED = "quantize.kind=none"
 ALL_LAYERS = "PEFT needs a whole model, and each stage has some of its layers"
 
 
@@ -774,6 +777,58 @@ def refuse_context(recipe: Recipe, config: ModelConfig, devices: int) -> None:
         fix = f"set data.sequence_length={-(-length // size) * size}"
     if problem:
         raise UserError(problem, where=f"parallel.context={size}", fix=fix, code=2)
+
+
+def refuse_divided_experts(
+    recipe: Recipe, config: ModelConfig, *, devices: int, shard: int = 1
+) -> None:
+    """Raises UserError where the `devices` with copies or shards of the model cannot divide its experts as the recipe
+    asks. `shard`: of a split that the recipe names.
+    """
+    size = recipe.parallel.expert
+    if size == 1:
+        return
+    experts = config.experts
+    problem = ""
+    fix = "set parallel.expert=1"
+    if experts is None or config.transformers_backend is not None:
+        problem = "there are no experts to divide: the model is no mixture of Bloomery's decoder"
+    elif experts.count % size:
+        problem = f"{experts.count:,} experts cannot be divided over {counted(size, 'devices')}"
+        fix = f"set parallel.expert={math.gcd(experts.count, size)}"
+    elif devices % size:
+        problem = f"{counted(devices, 'devices')} cannot be divided into groups of {size:,} that divide the experts"
+        fix = f"set parallel.expert={math.gcd(devices, size)}, or train on a multiple of {size:,}"
+    elif shard not in (1, size):
+        problem = f"the {shard:,} devices of a sharded copy divide the experts together, not {size:,} of them"
+        fix = f"set parallel.expert={shard}, or parallel.shard={size}"
+    else:
+        for reason, setting in _not_with_divided_experts(recipe):
+            problem = f"not supported while devices divide the experts: {reason}"
+            fix = f"set {setting}, or parallel.expert=1"
+            break
+    if problem:
+        raise UserError(problem, where=f"parallel.expert={size}", fix=fix, code=2)
+
+
+def _not_with_divided_experts(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """What the recipe uses and does not train so: the feature with the reason, and what to set instead."""
+    optimizer = recipe.optimizer
+    if recipe.objective.spec.source == "rollouts":
+        yield f"objective {recipe.objective.kind}: {OTHER_COMPLETIONS}", "objective.kind=dpo"
+    if recipe.quantize.kind != "none":
+        yield f"quantize {recipe.quantize.kind}: each device quantizes whole stacks", NOT_QUANTIZED
+    if isinstance(recipe.adapter, Peft):
+        yield f"PEFT methods: {ALL_PARAMETERS}", "adapter.kind=lora"
+    if recipe.train.compile is True:
+        yield f"train.compile: {OTHER_ROWS}", "train.compile=false"
+    if recipe.train.ema_decay is not None:
+        yield "train.ema_decay: each rank averages whole weights", "train.ema_decay=null"
+    if optimizer.fused_backward:
+        yield f"optimizer.fused_backward: {ONE_GRADIENT}", "optimizer.fused_backward=false"
+    for key, reason in OPTIMIZERS[optimizer.kind].settings_over_shards.items():
+        if getattr(optimizer, key) != PLAIN_SETTINGS[key]:
+            yield f"optimizer.{key}, {optimizer.kind}: {reason}", f"optimizer.{key}=false"
 
 
 def _fix_over_devices(recipe: Recipe, axis: Axis, size: int, config: ModelConfig | None) -> str:

@@ -581,6 +581,11 @@ class Parallel(Section):
         "Neighboring devices that share each sequence, among those of replicate and shard: each"
         " holds a part of the tokens (Ulysses).",
     )
+    expert: Devices = key(
+        1,
+        "Neighboring devices, among those of replicate and shard, that divide the experts of each"
+        " layer: tokens travel to their experts.",
+    )
     pipeline_schedule: PipelineSchedule = key(
         "1f1b",
         "Order of the micro-batches: 1f1b holds few of them in memory, interleaved waits less"

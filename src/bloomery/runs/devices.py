@@ -117,7 +117,7 @@ def planned_devices(recipe: Recipe, machine: Machine, devices: str | None) -> tu
     """The devices that training would use; 1 where `parallel` asks for more than exist: the plan is then for those."""
     narrow, count = chosen_devices(machine, devices)
     sizes = [size for size in sizes_of(recipe.parallel) if size != "auto"]
-    if max([1, recipe.parallel.context, *sizes]) > count:
+    if max([recipe.parallel.context, recipe.parallel.expert, *sizes]) > count:
         return narrow, 1
     return device_count(recipe, narrow, count, user_named=devices not in (None, "auto"))
 

@@ -128,9 +128,10 @@ def find_devices_now(
     sets_parallel = any(override.startswith("parallel.") for override in overrides)
     if count != plan.train.ranks and not sets_parallel:
         sizes = [f"parallel.{axis}=auto" for axis in AXES]
-        context = loaded_recipe.recipe.parallel.context
-        if count % context:
-            sizes.append(f"parallel.context={math.gcd(context, count)}")
+        for axis in ("context", "expert"):
+            size = getattr(loaded_recipe.recipe.parallel, axis)
+            if count % size:
+                sizes.append(f"parallel.{axis}={math.gcd(size, count)}")
         overrides = (*overrides, *sizes)
         loaded_recipe = load_recipe(flow.folder.recipe, overrides)
 

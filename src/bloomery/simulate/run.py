@@ -78,6 +78,12 @@ def simulate(
             "--simulate runs the training code and needs PyTorch, which is not installed",
             fix="run `bloomery doctor` for the install command, or leave out --simulate",
         )
+    if plan.train.expert > 1:
+        raise UserError(
+            "--simulate does not divide experts: the rows that travel follow from real tokens",
+            where=f"parallel.expert={plan.train.expert}",
+            fix="leave out --simulate: the estimate from shapes counts them",
+        )
     # The child gets all that decides memory and that this machine may not have: the GPU's kernels
     # and the devices.
     split = ONE_DEVICE if plan.parallel is None else MeshSplit.of(plan.parallel.layout)

@@ -26,7 +26,9 @@ def kept_bytes_per_token(
     Without what the shared expert keeps, which is an MLP.
     """
     inner = experts.per_token * experts.width
-    width = step.config.hidden_size if keeps_input else 0
+    # Where devices divide the experts, a row arrives for each pair.
+    inputs = experts.per_token if step.expert > 1 else 1
+    width = inputs * step.config.hidden_size if keeps_input else 0
     width += (2 if layer.gated_mlp else 1) * inner
     width += inner if keeps_inner else 0
     router = 4 * ROUTER_VALUES * experts.count + PAIR_BYTES * experts.per_token
@@ -45,7 +47,7 @@ def passing_bytes_per_token(step: StepShape, layer: Layer, experts: Experts) -> 
     """The most that exists at once in backward, with the gradient of the stream beside it.
 
     First the gradients around the last product; then those of the activation, which is computed again, and of the
-    weights; then those around the first product.
+    weights; then those around the first product. Where devices divide the experts, what is sent and what arrives.
     """
     hidden = experts.per_token * step.config.hidden_size
     inner = experts.per_token * experts.width
@@ -57,6 +59,7 @@ def passing_bytes_per_token(step: StepShape, layer: Layer, experts: Experts) -> 
             step.element_bytes * 2 * inner + widened,
             step.element_bytes * (2 + 2 * gates) * inner,
             step.element_bytes * (gates * inner + hidden + step.config.hidden_size),
+            step.element_bytes * 3 * hidden if step.expert > 1 else 0,
         )
     )
 
@@ -77,8 +80,9 @@ def read_bytes(step: StepShape, layer: Layer, *, is_trained: bool, passes: float
     """
     if layer.experts is None:
         return 0.0
-    values = sum(map(math.prod, stacked_matrices(layer)))
-    met_share = 1 - (1 - layer.expert_share) ** step.tokens_per_micro_batch
+    # A device has its share of the experts, which the tokens of all that divide them reach.
+    values = sum(map(math.prod, stacked_matrices(layer))) / step.expert
+    met_share = 1 - (1 - layer.expert_share) ** (step.tokens_per_micro_batch * step.expert)
     moved_bytes = passes * step.element_bytes * met_share
     moved_bytes += 2 * step.weight_bytes if is_trained else 0
     return values * moved_bytes
@@ -89,4 +93,4 @@ def filling_tokens(step: StepShape, experts: Experts, *, flops: float, bandwidth
     value, against its bytes / bandwidth.
     """
     rows = step.element_bytes * flops / (2 * bandwidth)
-    return math.ceil(rows * experts.count / experts.per_token)
+    return math.ceil(rows * experts.count / experts.per_token / step.expert)

@@ -1,9 +1,11 @@
 """Links between devices and between nodes, and the seconds that a step in a layout communicates over them."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from bloomery.facts.counting import is_of_experts
 from bloomery.hardware.link_rates import MeasuredLinks
 from bloomery.plan.estimate.activations import recomputed_shares
 from bloomery.plan.estimate.mesh import MeshSplit
@@ -228,6 +230,9 @@ def communication_seconds(
         )
         stage_step = replace(step, model=heaviest_stage.model)
     gradients = stage_step.model.trainable_bytes(step.precision)
+    # Experts that devices divide are summed over their copies alone.
+    experts = _bytes_of_experts(stage_step) if split.expert > 1 else 0.0
+    gradients -= experts
 
     # Shards gather their weights and scatter their gradients in every micro-batch; copies of shards reduce theirs once
     # per step, between nodes or between the groups of a node that hold a copy each.
@@ -256,7 +261,53 @@ def communication_seconds(
     # Devices that share sequences exchange heads in every layer and micro-batch.
     if split.context > 1:
         seconds["context"] = passes * exchange_seconds(fabric, split, step)
+
+    # Devices that divide the experts exchange rows there, and copies of experts sum their gradients once per step.
+    if split.expert > 1:
+        amount, num_calls = exchanged_rows(stage_step)
+        seconds["expert"] = passes * all_to_all_seconds(fabric, split.expert, amount, num_calls)
+        copies = split.replicate * split.shard // split.expert
+        if copies > 1:
+            reduced = replace(fabric, per_node=min(fabric.per_node, copies))
+            seconds["replicate"] = seconds.get("replicate", 0.0) + reduce_seconds(
+                experts / split.expert, reduced
+            )
     return seconds
+
+
+def _bytes_of_experts(step: StepShape) -> float:
+    """Bytes of the gradients of all trained experts, or of their adapters."""
+    model = step.model
+    value_bytes = dict.fromkeys(model.adapter, model.mode.adapter_bytes)
+    return float(
+        sum(
+            math.prod(shape) * value_bytes.get(name, step.weight_bytes)
+            for name, shape in model.trainable.items()
+            if is_of_experts(name)
+        )
+    )
+
+
+def exchanged_rows(step: StepShape) -> tuple[float, int]:
+    """Of a micro-batch: the bytes that a device puts into its all-to-alls of rows, and their number.
+
+    A row goes to each expert of a token and comes back; the gradients go the other way. Layers that are computed again
+    exchange again, except `selective`, which keeps what was received. Counts and weights of rows travel by themselves.
+    """
+    shares = recomputed_shares(step.checkpointing, step.model.layer_numbers)
+    if step.checkpointing == "selective":
+        shares = [0.0] * len(shares)
+    rows = step.model.by_layer(
+        lambda layer: 0 if layer.layer.experts is None else layer.layer.experts.per_token
+    )
+    passes = [
+        (count, 2 + share + step.extra_forwards)
+        for count, share in zip(rows, shares, strict=True)
+        if count
+    ]
+    width = step.config.hidden_size * step.element_bytes
+    amount = sum(2 * count * number for count, number in passes) * width
+    return amount * step.tokens_per_micro_batch, round(sum(4 * number for _, number in passes))
 
 
 def exchanged_bytes(step: StepShape) -> tuple[float, int]:
@@ -280,8 +331,12 @@ def exchanged_bytes(step: StepShape) -> tuple[float, int]:
 
 def exchange_seconds(fabric: Fabric, split: MeshSplit, step: StepShape) -> float:
     """Seconds in which a device exchanges heads with those that share its sequences, of one micro-batch."""
-    size = split.context
     amount, num_calls = exchanged_bytes(step)
+    return all_to_all_seconds(fabric, split.context, amount, num_calls)
+
+
+def all_to_all_seconds(fabric: Fabric, size: int, amount: float, num_calls: int) -> float:
+    """Seconds of so many all-to-alls among `size` neighbors, into which each puts `amount` bytes in all."""
     # Of what it has, a device keeps its own part; what goes to other nodes shares their network with its neighbors.
     rate = fabric.node_link.gbs * 1e9
     seconds = amount * (size - 1) / size / rate
@@ -329,10 +384,10 @@ def exposed_seconds(
 
     `passes`: micro-batches of a step, `computing`: the seconds of their forward and backward.
     """
-    # Stages wait for transfers, and attention for heads; everything else can overlap with a window of compute. Shards
-    # communicate all the time. Copies reduce their gradients during the last backward, which is two thirds of the last
-    # micro-batch. In a pipeline the window is one micro-batch.
-    transfer = seconds.get("pipeline", 0.0) + seconds.get("context", 0.0)
+    # Stages wait for transfers, attention for heads, experts for rows; everything else can overlap with a window of
+    # compute. Shards communicate all the time. Copies reduce their gradients during the last backward, which is two
+    # thirds of the last micro-batch. In a pipeline the window is one micro-batch.
+    transfer = sum(seconds.get(axis, 0.0) for axis in ("pipeline", "context", "expert"))
     overlapping = sum(seconds.values()) - transfer
     window = computing
     if split.pipeline > 1:

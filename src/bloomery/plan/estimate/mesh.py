@@ -1,6 +1,6 @@
 """Memory of a layout over several devices: the device that needs most."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bloomery.hardware.vendors import VENDORS, Vendor
 from bloomery.plan.estimate.memory import estimate_memory, estimate_of
@@ -17,7 +17,7 @@ GRADIENT_BUCKET = 25 * 2**20  # bytes of gradients per all-reduce when weights a
 class MeshSplit:
     """How many devices hold copies, shards and stages; of a pipeline its schedule and the layers of each group.
 
-    `context`: neighbors among the copies and shards that share each sequence.
+    `context`: neighbors among the copies and shards that share each sequence. `expert`: those that divide the experts.
     `chunks`: groups of layers of each stage. `layers`: of each group, in the model's order; none: not cut yet, or one
     group a stage and all as even as possible.
     """
@@ -26,6 +26,7 @@ class MeshSplit:
     shard: int = 1
     pipeline: int = 1
     context: int = 1
+    expert: int = 1
     schedule: PipelineSchedule = "1f1b"
     chunks: int = 1
     layers: tuple[int, ...] = ()
@@ -38,6 +39,7 @@ class MeshSplit:
             shard=layout.shard,
             pipeline=layout.pipeline,
             context=layout.context,
+            expert=layout.expert,
             schedule=layout.pipeline_schedule,
             chunks=layout.pipeline_chunks,
             layers=layout.pipeline_layers,
@@ -47,6 +49,13 @@ class MeshSplit:
     def data_parallel(self) -> int:
         """Ranks, or groups of `context` ranks, with different sequences."""
         return self.replicate * self.shard // self.context
+
+    @property
+    def divides_experts(self) -> bool:
+        """Whether its devices can divide experts as `expert` says: where there are shards, these do."""
+        return self.expert == 1 or (
+            self.replicate * self.shard % self.expert == 0 and self.shard in (1, self.expert)
+        )
 
 
 ONE_DEVICE = MeshSplit()
@@ -65,6 +74,8 @@ def mesh_memory(
 
     `stage_limits`: of unequal devices, instead of `limit`.
     """
+    if split.expert > 1 and split.shard == 1:
+        step = with_own_experts(step, split.expert)
     if split.pipeline > 1:
         fullest, parts = fullest_stage_bytes(step, split, micro_batches, limits=stage_limits)
         if stage_limits:
@@ -74,6 +85,15 @@ def mesh_memory(
     else:
         parts = dict(estimate_memory(step, limit=limit).parts)
     return estimate_of(parts | mesh_overhead(split, vendor), limit=limit)
+
+
+def with_own_experts(step: StepShape, devices: int) -> StepShape:
+    """The step of a model with as many experts as each device has. It computes as many rows as it sends."""
+    experts = step.config.experts
+    assert experts is not None, "a plan refuses to divide what is no mixture"
+    own_experts = replace(experts, count=experts.count // devices)
+    config = replace(step.config, experts=own_experts)
+    return replace(step, model=replace(step.model, config=config))
 
 
 def mesh_overhead(split: MeshSplit, vendor: Vendor | None) -> dict[str, float]:
@@ -88,6 +108,7 @@ def _collective_bytes(split: MeshSplit, vendor: Vendor | None) -> float:
     """Each process group has a context of the collective library, outside PyTorch's allocator."""
     groups = (split.pipeline > 1) + (split.replicate > 1) + (split.shard > 1)
     groups += split.context not in (1, split.replicate * split.shard)
+    groups += split.expert > 1
     if vendor is None or groups == 0:
         return 0.0
     facts = VENDORS[vendor]

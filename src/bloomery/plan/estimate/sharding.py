@@ -1,9 +1,10 @@
 """Memory of one device of FSDP2: shards of weights, gradients and states, and gathered layers."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
-from bloomery.facts.counting import is_layer_matrix
+from bloomery.facts.counting import Shape, is_layer_matrix, is_of_experts
 from bloomery.facts.limits import storage_bytes
 from bloomery.plan.estimate.memory import overhead_bytes
 from bloomery.plan.estimate.moments import StepMoment, moments
@@ -56,7 +57,11 @@ def sharded_moments(step: StepShape, shards: int) -> list[StepMoment]:
     accumulated = all_gradients if step.accumulating else 0.0
     head_values = step.config.vocab_size * step.config.hidden_size if model.trains_head else 0
     head_gradient = head_values * step.weight_bytes
-    scattering = [REDUCE_SCATTER_BYTES * values for values in trainable_values]
+    scattering = model.by_layer(
+        lambda layer: (
+            REDUCE_SCATTER_BYTES * gathered_values(step, {**layer.trained, **layer.adapter})
+        )
+    )
 
     # At the scores the last layer is not freed yet.
     last = len(layer_bytes) - 1
@@ -88,6 +93,15 @@ def sharded_moments(step: StepShape, shards: int) -> list[StepMoment]:
     return sharded
 
 
+def gathered_values(step: StepShape, shapes: Mapping[str, Shape]) -> int:
+    """Of the parameters of a layer, those that shards gather: experts that devices divide stay where they are."""
+    return sum(
+        math.prod(shape)
+        for name, shape in shapes.items()
+        if step.expert == 1 or not is_of_experts(name)
+    )
+
+
 def gathered_bytes(step: StepShape) -> tuple[list[float], float]:
     """Bytes of the whole weights of each layer, and of the embeddings, head and last norm, as shards gather them.
 
@@ -98,13 +112,17 @@ def gathered_bytes(step: StepShape) -> tuple[list[float], float]:
     def bytes_of(layer: TrainedLayer) -> float:
         quantized_values = 0
         quantized_bytes = 0
+        own_experts = 0
         for name, shape in layer.layer.shapes:
+            if step.expert > 1 and is_of_experts(name):
+                own_experts += math.prod(shape)
+                continue
             is_matrix = is_layer_matrix(f"{layer.layer.name}.{name}", shape)
             if mode.quantize_kind != "none" and is_matrix and name not in layer.trained:
                 quantized_values += math.prod(shape)
                 quantized_bytes += storage_bytes(shape, mode.quantize_kind, mode.double_quant)
-        float_values = layer.layer.total_parameters - quantized_values
-        adapter_bytes = layer.adapter_values * mode.adapter_bytes
+        float_values = layer.layer.total_parameters - quantized_values - own_experts
+        adapter_bytes = gathered_values(step, layer.adapter) * mode.adapter_bytes
         return float(float_values * step.element_bytes + quantized_bytes + adapter_bytes)
 
     layer_values = sum(layer.layer.total_parameters for layer in model.layers)

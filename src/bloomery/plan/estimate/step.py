@@ -26,6 +26,7 @@ class StepShape:
     context_bytes: float  # the runtime's own; 0: not a GPU
     on_gpu: bool
     context: int = 1  # devices that share each sequence: each has as many of its tokens, and of its heads in attention
+    expert: int = 1  # devices that divide the experts of each layer, each with tokens of its own
     expandable: bool = False  # the allocator's segments
     # gradient accumulation: gradients exist from the second micro-batch on
     accumulating: bool = False
