@@ -114,6 +114,7 @@ def test_the_operator_passes_torchs_own_check() -> None:
             (
                 inputs.requires_grad_(),
                 *weight.part_buffers,
+                0,
                 None,
                 pairs.ends_E,
                 pairs.order_S,
@@ -132,8 +133,8 @@ def test_only_experts_with_rows_are_dequantized_one_at_a_time(monkeypatch) -> No
     met = set(choice.experts_NK.flatten().tolist())
     read: list[int] = []
 
-    def noted(buffers, number, dtype):
-        read.append(number)
+    def noted(buffers, number, dtype, *, first):
+        read.append(first + number)
         return dequantized_part(buffers, number, dtype)
 
     monkeypatch.setattr(quantized_experts, "dequantized_part", noted)

@@ -66,10 +66,19 @@ def gradients(decoder: Decoder) -> dict[str, torch.Tensor]:
     return {n: p.grad for n, p in decoder.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("quantize", ["none", "nf4"])
-def test_ranks_train_as_one_rank(prepared, base, tmp_path, quantize) -> None:
+@pytest.mark.parametrize(
+    ("quantize", "mesh"),
+    [
+        ("nf4", {"shard": 2}),
+        ("nf4", {"replicate": 2, "expert": 2}),
+        pytest.param("none", {"shard": 2}, marks=pytest.mark.soak),
+        pytest.param("none", {"replicate": 2, "expert": 2}, marks=pytest.mark.soak),
+        pytest.param("int8", {"replicate": 2, "expert": 2}, marks=pytest.mark.soak),
+    ],
+)
+def test_ranks_train_as_one_rank(prepared, base, tmp_path, quantize, mesh) -> None:
     plan = plan_of(prepared, base, quantize=Quantize(kind=quantize))
-    several = on_ranks(plan, shard=2)
+    several = on_ranks(plan, **mesh)
     one = train_here(plan.model_dump_json(), str(tmp_path / "one"), None, None)
     arguments = (several.model_dump_json(), str(tmp_path / "many"), None, None)
     many = ranks(several.train.ranks).call(train_here, *arguments)[0]

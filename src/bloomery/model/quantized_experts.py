@@ -32,10 +32,10 @@ class QuantizedExperts(nn.Module):
         assert bias_EO is None or not bias_EO.requires_grad, (
             "biases of quantized experts are frozen"
         )
-        buffers = self.stored.part_buffers
         result: Tensor = _ahead(
             x.to(working_dtype(x)),
-            *buffers,
+            *self.stored.part_buffers,
+            self.stored.first_part,
             bias_EO,
             pairs.ends_E,
             pairs.order_S,
@@ -54,6 +54,7 @@ def _ahead(
     outputs: int,
     inputs: int,
     reader: str,
+    first: int,
     bias_EO: Tensor | None,
     ends_E: Tensor,
     order_S: Tensor,
@@ -67,7 +68,7 @@ def _ahead(
         for expert, start, end in spans(ends_E):
             rows = rows_of(x, order_S, per_token, start, end)
             bias = None if bias_EO is None else bias_EO[expert].to(x.dtype)
-            matrix_OI = dequantized_part(buffers, expert, x.dtype)
+            matrix_OI = dequantized_part(buffers, expert, x.dtype, first=first)
             result_SO[start:end] = F.linear(rows, matrix_OI, bias)
         return result_SO
 
@@ -81,6 +82,7 @@ def _back(
     outputs: int,
     inputs: int,
     reader: str,
+    first: int,
     ends_E: Tensor,
     order_S: Tensor,
     place_S: Tensor,
@@ -91,7 +93,7 @@ def _back(
     with torch.autocast(grad_SO.device.type, enabled=False):
         grad_SI = grad_SO.new_empty(len(grad_SO), inputs)
         for expert, start, end in spans(ends_E):
-            matrix_OI = dequantized_part(buffers, expert, grad_SO.dtype)
+            matrix_OI = dequantized_part(buffers, expert, grad_SO.dtype, first=first)
             torch.mm(grad_SO[start:end], matrix_OI, out=grad_SI[start:end])
         pairs = Pairs(order_S, place_S, ends_E, per_token)
         return summed(grad_SI, pairs) if per_token else grad_SI
@@ -99,7 +101,7 @@ def _back(
 
 class _Context(Protocol):
     saved_tensors: tuple[Tensor, ...]
-    sizes: tuple[int, int, str]
+    sizes: tuple[int, int, str, int]
     per_token: int
 
     def save_for_backward(self, *tensors: Tensor) -> None: ...
@@ -109,15 +111,15 @@ def _save(ctx: _Context, inputs: tuple[Any, ...], output: Tensor) -> None:
     del output
     _, codes, scales, outer, *sizes, _, ends_E, order_S, place_S, per_token = inputs
     ctx.save_for_backward(codes, scales, outer, ends_E, order_S, place_S)
-    outputs, columns, reader = sizes
-    ctx.sizes = (outputs, columns, reader)
+    outputs, columns, reader, first = sizes
+    ctx.sizes = (outputs, columns, reader, first)
     ctx.per_token = per_token
 
 
 def _differentiate(ctx: _Context, grad_SO: Tensor) -> tuple[Tensor | None, ...]:
     codes, scales, outer, *pairs = ctx.saved_tensors
     grad_x = _back(grad_SO.contiguous(), codes, scales, outer, *ctx.sizes, *pairs, ctx.per_token)
-    return grad_x, *[None] * 11
+    return grad_x, *[None] * 12
 
 
 @_ahead.register_fake
@@ -129,6 +131,7 @@ def _ahead_fake(
     outputs: int,
     _inputs: int,
     _reader: str,
+    _first: int,
     _bias: Tensor | None,
     _ends: Tensor,
     order_S: Tensor,
@@ -146,6 +149,7 @@ def _back_fake(
     _outputs: int,
     inputs: int,
     _reader: str,
+    _first: int,
     _ends: Tensor,
     _order: Tensor,
     _place: Tensor,
@@ -166,6 +170,7 @@ def _flops(
     outputs: int,
     inputs: int,
     _reader: str,
+    _first: int,
     _bias: Shape,
     _ends: Shape,
     order: Shape,

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from bloomery.model.decoder import Decoder
 from bloomery.model.experts import ExpertMLPs
 from bloomery.model.io.parameters import is_split
+from bloomery.model.io.weights import quantized_weights
 from bloomery.parallel.mesh import Mesh
 
 EXPERT_AXIS = "expert"
@@ -34,6 +35,9 @@ def divide_experts(model: Decoder, mesh: Mesh) -> None:
     for module in model.modules():
         if isinstance(module, ExpertMLPs):
             module.exchange = exchange
+            # The bytes of each expert are whole: those of a stack are divided as it is.
+            for _, weight in quantized_weights(module):
+                weight.become_parameters()
             # Adapters of stacks have a matrix for each expert, too.
             for path, parameter in list(module.named_parameters()):
                 count = len(parameter) // mesh.expert

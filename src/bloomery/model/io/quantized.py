@@ -224,18 +224,23 @@ def dequantized(buffers: Buffers, dtype: torch.dtype) -> Tensor:
     return weight_N.view(shape)
 
 
-def dequantized_part(buffers: Buffers, number: int, dtype: torch.dtype) -> Tensor:
-    """Weight `number` [O, I] of a stack, whose weights are whole blocks: bitwise its rows of `dequantized`."""
+def dequantized_part(
+    buffers: Buffers, number: int, dtype: torch.dtype, *, first: int = 0
+) -> Tensor:
+    """Weight `number` [O, I] of a stack, whose weights are whole blocks: bitwise its rows of `dequantized`.
+
+    Codes and scales may be those of some weights, from number `first` of all on; `outer` is that of all.
+    """
     size = buffers.outputs * buffers.inputs
     code_bytes = size // 2 if buffers.codes.dtype == torch.uint8 else size
     blocks = size // WEIGHTS_BLOCK
-    first = number * blocks
+    start = number * blocks
     if buffers.outer.numel():
-        scale_codes = buffers.scales[first : first + blocks]
+        scale_codes = buffers.scales[start : start + blocks]
         outer = buffers.outer.view(torch.float32)
-        scales = dequantize_scales(scale_codes, outer, first).view(torch.uint8)
+        scales = dequantize_scales(scale_codes, outer, first * blocks + start).view(torch.uint8)
     else:
-        scales = buffers.scales[SCALE_BYTES * first : SCALE_BYTES * (first + blocks)]
+        scales = buffers.scales[SCALE_BYTES * start : SCALE_BYTES * (start + blocks)]
     codes = buffers.codes[number * code_bytes : (number + 1) * code_bytes]
     return dequantized(buffers._replace(codes=codes, scales=scales, outer=buffers.outer[:0]), dtype)
 
@@ -394,8 +399,14 @@ class QuantizedWeight(nn.Module):
 
     @property
     def part_buffers(self) -> Buffers:
-        """As `dequantized_part` takes them."""
-        return Buffers(self.codes, self.scales, self.outer, self.outputs, self.inputs, self.reader)
+        """As `dequantized_part` takes them: of the weights that this rank holds."""
+        codes, scales = local(self.codes), local(self.scales)
+        return Buffers(codes, scales, self.outer, self.outputs, self.inputs, self.reader)
+
+    @property
+    def first_part(self) -> int:
+        """The number of the first weight of a stack that this rank holds."""
+        return first_row(self.codes) * self.shape[0] // len(self.codes)
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., I] times the weight, plus the bias, in the dtype that autocast gives products."""
