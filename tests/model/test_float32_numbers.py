@@ -10,6 +10,7 @@ from bloomery.facts.config import Experts, ModelConfig
 from bloomery.infer.forward import prepare_weights
 from bloomery.model.io.stored import dtype_of
 from bloomery.model.io.weights import fresh_decoder
+from bloomery.train.objectives.reference_model import _take_dtypes
 
 BIAS = "model.layers.0.mlp.gate.e_score_correction_bias"
 ROUTER = "model.layers.0.mlp.gate.weight"
@@ -59,6 +60,24 @@ def test_no_precision_rounds_a_choice(precision: str, trains: bool, float32_rout
     half = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(precision)
     if half is not None and not trains:
         assert query.dtype == half
+
+
+def test_frozen_stacks_have_the_dtype_of_matmuls() -> None:
+    """As matrices of other layers: float32 would double the memory of a LoRA run in float16, and of its reference."""
+    decoder = fresh_decoder(config(float32_router=False), seed=0).requires_grad_(False)
+    prepare_weights(decoder, "float16")
+    experts = decoder.model.layers[0].mlp.experts
+    assert experts.gate_up_proj.dtype == experts.down_proj.dtype == torch.float16
+    assert decoder.model.norm.weight.dtype == torch.float32
+
+    # A policy in full training, and a reference that is only read.
+    policy = fresh_decoder(config(float32_router=False), seed=0)
+    reference = fresh_decoder(config(float32_router=False), seed=0)
+    _take_dtypes(reference, policy, "bfloat16")
+    experts = reference.model.layers[0].mlp.experts
+    assert experts.gate_up_proj.dtype == experts.down_proj.dtype == torch.bfloat16
+    gate = reference.model.layers[0].mlp.gate
+    assert gate.weight.dtype == gate.e_score_correction_bias.dtype == torch.float32
 
 
 def test_a_copy_has_the_dtype_of_most_numbers(tmp_path: Path) -> None:

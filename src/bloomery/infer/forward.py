@@ -13,6 +13,7 @@ from bloomery.facts.counting import is_kept_float32, is_never_trained
 from bloomery.model.adapters.lora import is_added
 from bloomery.model.attention.attend import DocumentBorders, borders_of
 from bloomery.model.decoder import Decoder, Output
+from bloomery.model.experts import ExpertMLPs
 from bloomery.model.heads import Head
 from bloomery.model.io.parameters import is_sharded
 
@@ -37,6 +38,7 @@ def prepare_weights(model: Decoder, precision: str) -> None:
             # A head that shares the matrix of the embeddings is a Linear, but holds an embedding.
             is_embedding = parameter is model.model.embed_tokens.weight
             is_matrix = isinstance(module, nn.Linear) and not is_embedding
+            is_matrix |= isinstance(module, ExpertMLPs) and parameter.ndim == 3
             if is_never_trained(name) or is_kept_float32(model.config, name):
                 dtype = torch.float32  # few numbers, which a training in full may not round
             elif parameter.requires_grad:

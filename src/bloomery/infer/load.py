@@ -30,6 +30,7 @@ from bloomery.infer.model_folder import ModelFiles
 from bloomery.model.adapters.settings import is_adapter_folder, read_settings
 from bloomery.model.configs import headers_of, untied_note
 from bloomery.model.decoder import Decoder
+from bloomery.model.experts import ExpertMLPs
 from bloomery.model.io.weights import load_decoder, quantize_model, quantized_weights
 from bloomery.plan.choices import NOT_RUN, decodes_with_kernel
 from bloomery.recipe.schema import Quantize
@@ -258,6 +259,9 @@ def _freeze(decoder: Decoder, *, is_full_model: bool) -> None:
             decoder.requires_grad_(False)
         return
     for name, module in decoder.named_modules():
+        if isinstance(module, ExpertMLPs):
+            for parameter in module.parameters(recurse=False):
+                parameter.requires_grad_(parameter.ndim < 3)
         if isinstance(module, nn.Linear) and name != "score":
             is_tied = module.weight is decoder.model.embed_tokens.weight
             module.requires_grad_(is_tied)

@@ -11,6 +11,7 @@ from bloomery.core.device import can
 from bloomery.core.errors import UserError
 from bloomery.infer.forward import matmul_dtype
 from bloomery.model.decoder import Decoder
+from bloomery.model.experts import ExpertMLPs
 from bloomery.model.io.weights import quantize_model
 from bloomery.parallel.apply import apply
 from bloomery.parallel.fsdp import apply_fsdp
@@ -87,9 +88,11 @@ def _take_dtypes(reference: Decoder, policy: Decoder, precision: str) -> None:
     dtypes = {name: parameter.dtype for name, parameter in policy.named_parameters()}
     others = matmul_dtype(precision)
     matrices = {
-        f"{name}.weight"
-        for name, module in reference.model.layers.named_modules(prefix="model.layers")
-        if isinstance(module, nn.Linear)
+        name
+        for path, module in reference.model.layers.named_modules(prefix="model.layers")
+        if isinstance(module, nn.Linear | ExpertMLPs)
+        for name, parameter in module.named_parameters(prefix=path, recurse=False)
+        if parameter.ndim == (3 if isinstance(module, ExpertMLPs) else 2)
     }
     for name, parameter in reference.named_parameters():
         dtype = matmul_dtype(precision) if name in matrices else dtypes.get(name, others)
