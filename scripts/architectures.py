@@ -76,6 +76,21 @@ def _dense_granite(settings: dict[str, Any]) -> None:
     }
 
 
+def _dbrx(settings: dict[str, Any]) -> None:
+    """Its class asks for what only published files state."""
+    settings["attn_config"] |= {"rope_theta": 5e5, "kv_n_heads": 2, "clip_qkv": 8}
+
+
+def _deepseek_v2(settings: dict[str, Any]) -> None:
+    settings["num_experts_per_tok"] = 2
+
+
+def _dots1(settings: dict[str, Any]) -> None:
+    """The published model states all of these; its class has none."""
+    settings |= {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}
+    settings |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+
+
 def _dense_laguna(settings: dict[str, Any]) -> None:
     settings |= {"mlp_layer_types": ["dense"] * settings["num_hidden_layers"], "num_experts": 0}
 
@@ -152,6 +167,9 @@ def _xmod(settings: dict[str, Any]) -> None:
 # What the tiny config needs beside smaller sizes.
 CHANGES: dict[str, Callable[[dict[str, Any]], None]] = {
     "cohere_compass_text": _cohere_compass,
+    "dbrx": _dbrx,
+    "deepseek_v2": _deepseek_v2,
+    "dots1": _dots1,
     "falcon_h1": _falcon_h1,
     "gemma3n_text": _gemma3n,
     "gemma4_text": _gemma4,

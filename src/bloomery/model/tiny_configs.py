@@ -54,6 +54,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r".*num_local_experts|.*num_experts|n_routed_experts", 4),
     (r".*experts_per_tok.*|moe_topk|moe_k|top_k_experts|num_selected_experts", 2),
     (r"n_group|topk_group|num_expert_group", 1),
+    (r"first_k_dense_replace|num_dense_layers|n_dense_layers", 1),  # the others have experts
     (r".*_rank", 8),
     (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|seq_length|context_length", POSITIONS),
     (r"model_max_length|max_target_positions", POSITIONS),
