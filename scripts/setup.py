@@ -435,7 +435,8 @@ def _pip(words: list[str], line: _line) -> None:
         "pip",
         "install",
         "--no-input",
-        "--no-compile",
+        # Python compiles what it imports, unless it is told to write nothing: each command would compile it again.
+        *([] if os.environ.get("PYTHONDONTWRITEBYTECODE") else ["--no-compile"]),
         "--disable-pip-version-check",
         *words,
     ]
