@@ -96,6 +96,7 @@ def test_an_adapter_of_peft_computes_the_same_here(case, kind, tmp_path):
         ("llama2", {}),
         ("llama2", {"kind": "dora", "use_rslora": True, "alpha": 5.0}),
         ("llama2", {"init": "pissa"}),
+        ("llama2", {"init": "pissa", "rank_pattern": {"v_proj": 2}, "alpha_pattern": {"*": 5.0}}),
         (
             "llama2",
             {
@@ -108,6 +109,14 @@ def test_an_adapter_of_peft_computes_the_same_here(case, kind, tmp_path):
         ("gpt2", {"target_modules": ["q_proj", "v_proj", "c_proj"], "modules_to_save": ["norms"]}),
         ("gpt2", {"kind": "dora", "target_modules": ["c_attn", "mlp.up_proj"]}),
         ("phi3", {"target_modules": ["v_proj", "up_proj", "down_proj"], "init": "pissa"}),
+        (
+            "phi3",
+            {
+                "target_modules": ["q_proj", "v_proj"],
+                "rank_pattern": {"v_proj": 2},
+                "alpha_pattern": {"v_proj": 4.0},
+            },
+        ),
         ("lfm2", {"target_modules": ["all-linear"]}),
         ("lfm3", {"target_modules": ["all-linear"]}),
         ("lfm2", {"kind": "dora", "target_modules": ["out_proj", "w1"]}),
@@ -394,6 +403,7 @@ def test_parts_of_fused_modules_are_refused_where_files_cannot_hold_them(tmp_pat
     for settings in (
         {"kind": "dora", "target_modules": ["q_proj"]},
         {"kind": "lora", "target_modules": ["q_proj"], "modules_to_save": ["gate_proj"]},
+        {"kind": "lora", "rank_pattern": {"k_proj": 4}},
     ):
         with pytest.raises(UserError, match="fused"):
             adaptation(config, Lora(**settings))

@@ -153,6 +153,14 @@ def test_an_adapter_of_peft_computes_and_merges_the_same_here(case, kind, tmp_pa
         ("qwen3-moe", {"target_modules": ["q_proj", "gate_up_proj"], "dtype": "bfloat16"}),
         ("qwen3-moe", {"target_modules": ["model.layers.1.mlp.up_proj", "v_proj"]}),
         ("qwen3-moe", {"target_modules": ["experts"], "modules_to_save": ["mlp.gate", "norms"]}),
+        (
+            "qwen3-moe",
+            {
+                "rank_pattern": {"layers.2.mlp.experts": 3, "experts": 2, "q_proj": 8},
+                "alpha_pattern": {"down_proj": 9.0},
+                "use_rslora": True,
+            },
+        ),
         ("mixtral", {"modules_to_save": ["mlp.gate"]}),
         ("mixtral", {"target_modules": ["w1", "w3", "layers.2.mlp.experts.down_proj"]}),
         ("gpt-oss", {}),
@@ -343,6 +351,12 @@ def test_all_linear_means_attention_and_experts_and_never_the_router(case):
         ({"target_modules": ["up_proj"]}, "a part of .*gate_up_proj", "add gate_proj"),
         ({"target_modules": ["experts.3.gate_proj"]}, "matches no module", "gate_up_proj"),
         ({"dropout": 0.1}, "dropout of LoRA does not work", "adapter.dropout=0, or leave it out"),
+        ({"rank_pattern": {"w9": 2}}, "matches no module", "known"),
+        (
+            {"target_modules": ["q_proj"], "rank_pattern": {"experts": 2}},
+            "'experts' of rank_pattern means no target",
+            "target_modules",
+        ),
         ({"kind": "dora"}, "DoRA does not work", "q_proj, k_proj, v_proj, o_proj"),
         ({"init": "pissa"}, "PiSSA does not work", "adapter.init=default"),
     ],

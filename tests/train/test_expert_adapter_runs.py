@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from bloomery.export.layouts import export_merged, merged_state
 from bloomery.infer.load import Use
 from bloomery.infer.model_folder import find_model
-from bloomery.model.adapters.lora import adapt, init_adapters
+from bloomery.model.adapters.lora import ExpertLora, adapt, init_adapters
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import fresh_decoder, load_decoder
 from bloomery.parallel.apply import checkpoint_block
@@ -111,6 +111,25 @@ def test_a_run_on_4_bits_is_merged_into_its_base(prepared, base, tmp_path) -> No
     expected = merged_state(load_decoder(files.weights), torch.float32)
     for name, parameter in merged.named_parameters():
         assert_close(parameter.detach(), expected[name], atol=1e-6, rtol=0, msg=name)
+
+
+def test_a_kind_without_a_gradient_is_named_after_the_first_step(
+    prepared, base, tmp_path, monkeypatch
+) -> None:
+    plan = plan_of(prepared, base, steps=2)
+    sound = [event["reason"] for event in fields(train(plan, tmp_path / "sound"), "Warned")]
+    assert not any("no gradient" in reason for reason in sound)
+    forward = ExpertLora.forward
+
+    def detached(self, y_SO, x, pairs, *, is_sorted):
+        updated = forward(self, y_SO, x, pairs, is_sorted=is_sorted)
+        return updated if not is_sorted else y_SO + (updated - y_SO).detach()
+
+    monkeypatch.setattr(ExpertLora, "forward", detached)
+    run = train(plan, tmp_path / "run")
+    (warning,) = (e for e in fields(run, "Warned") if "no gradient" in e["reason"])
+    assert warning["step"] == 1
+    assert "adapter of experts.down_proj (2 tensors):" in warning["reason"]
 
 
 def test_preferences_are_learned_against_the_base(prepared, base, tmp_path) -> None:

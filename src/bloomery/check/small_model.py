@@ -153,6 +153,8 @@ def small_adapter(adapter: Adapter, config: ModelConfig) -> Adapter:
     return adapter.model_copy(
         update={
             "dropout": 0.0,
+            "rank_pattern": {},  # of layers that may not be here
+            "alpha_pattern": {},
             "target_modules": _last_names(target_modules(config, adapter.target_modules)),
             "modules_to_save": _last_names(saved_modules),
         }

@@ -734,16 +734,17 @@ def warnings(
         yield f"{counted(dataset.cut_short, 'examples')} truncated: longer than data.sequence_length={length}"
     # The product of an adapter's two matrices has at most the rank of the weight.
     if isinstance(recipe.adapter, Lora):
-        rank = recipe.adapter.rank
         model = facts.model
         shapes = model.shapes
-        sides = {
-            name: min((shapes.get(f"{name}.weight") or shapes[name])[-2:])
-            for name, _ in model.mode.target_modules
+        too_high = {
+            name: (rank, most)
+            for name, rank in model.mode.target_modules
+            if rank > (most := min((shapes.get(f"{name}.weight") or shapes[name])[-2:]))
         }
-        name = min(sides, key=lambda matrix: sides[matrix])
-        if rank > sides[name]:
-            bound = f"{name} has at most rank {sides[name]:,}"
+        if too_high:
+            name = min(too_high, key=lambda matrix: too_high[matrix][1])
+            rank, most = too_high[name]
+            bound = f"{name} has at most rank {most:,}"
             yield f"adapter.rank is {rank:,}, but {bound}: a higher rank only costs memory and time"
     yield from _settings(recipe, profile)
     # Environment variables without effect on this device, or that slow it down or harm.

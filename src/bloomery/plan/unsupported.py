@@ -204,7 +204,8 @@ def adapter_choices(
         total = parameter_count(model.config)
         reason = f"{format_count(trained)} trainable parameters, {trained / total:.2%} of"
         reason += f" {format_count(total)}"
-        yield "adapter.kind", Choice(f"{kind}, rank {adapter.rank}", reason)
+        ranks = sorted({rank for _, rank in model.mode.target_modules})
+        yield "adapter.kind", Choice(f"{kind}, rank {' and '.join(map(str, ranks))}", reason)
         targets = [name for name, _ in model.mode.target_modules]
         by_name = Choice(f"{len(targets):,} target modules", counted_by_kind(targets))
         if stacks := stacks_of_transformers(model.config):

@@ -359,6 +359,16 @@ class Lora(Section):
     kind: Literal["lora", "dora"] = Field(description="LoRA or DoRA adapter.")
     rank: PositiveInt = key(16, "Rank of the LoRA matrices.")
     alpha: PositiveFloat = key(32.0, "Scale of LoRA: the update is multiplied by alpha / rank.")
+    rank_pattern: dict[str, PositiveInt] = key(
+        {},
+        "Other ranks by names or patterns of target modules; the first that fits.",
+        {"experts": 4},
+    )
+    alpha_pattern: dict[str, PositiveFloat] = key(
+        {},
+        "Other alphas by names or patterns of target modules; the first that fits.",
+        {"experts": 8},
+    )
     use_rslora: bool = key(False, "Scale by alpha / sqrt(rank) instead (rsLoRA).")
     init: Literal["default", "pissa"] = key(
         "default",

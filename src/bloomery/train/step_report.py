@@ -14,7 +14,7 @@ from bloomery.plan.pipeline import stage_of
 from bloomery.plan.types import TrainPlan
 from bloomery.train.batch_source import StepBatches
 from bloomery.train.context import RunContext, axes
-from bloomery.train.diagnostics.step_health import ParameterUpdate
+from bloomery.train.diagnostics.step_health import ParameterUpdate, untrained_kinds
 from bloomery.train.diagnostics.stragglers import worked_seconds
 from bloomery.train.process import allocator_sample, peak_memory_gib
 from bloomery.train.step import StepResult
@@ -194,17 +194,26 @@ def report_health(context: RunContext, step_batches: StepBatches) -> None:
         return
 
     # Each stage of a pipeline has measured its own parameters.
-    updates = context.mesh.gather_by_name(
+    figures_by_name = context.mesh.gather_by_name(
         {name: update._asdict() for name, update in health_check.take_updates().items()}
     )
+    updates = {name: ParameterUpdate(**figures) for name, figures in figures_by_name.items()}
     train = context.plan.train
     if context.mesh.first_rank:
+        # A kind of modules that never trains is what people find after the run: once is enough.
+        if context.step == 1 and (kinds := untrained_kinds(updates)):
+            names = ", ".join(f"{kind} ({count:,} tensors)" for kind, count in kinds.items())
+            context.emit(
+                Warned(
+                    step=1, reason=f"no gradient reached the adapter of {names}: it does not train"
+                )
+            )
         context.emit(
             health_check.report(
                 context.step,
                 step_batches.batches,
                 context.objective,
-                updates={name: ParameterUpdate(**figures) for name, figures in updates.items()},
+                updates=updates,
                 compiled=train.compile,
             )
         )

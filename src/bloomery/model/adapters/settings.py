@@ -112,14 +112,15 @@ def adaptation(config: ModelConfig, adapter: Lora) -> Adaptation:
                 code=2,
             )
     _refuse_on_experts(config, adapter, targets)
+    pairs = _pairs(config, adapter, targets)
     if adapter.init == "pissa":
         shapes = parameter_shapes(config)
-        for module in targets:
+        for module, pair in pairs.items():
             singular_values = min(shapes[f"{module}.weight"])
-            if adapter.rank > singular_values:
+            if pair.rank > singular_values:
                 raise UserError(
                     f"{module} has only {singular_values} singular values, and PiSSA starts from "
-                    f"{adapter.rank} of them",
+                    f"{pair.rank} of them",
                     where="adapter.rank",
                     fix=f"set adapter.rank={singular_values} or lower",
                     code=2,
@@ -127,10 +128,8 @@ def adaptation(config: ModelConfig, adapter: Lora) -> Adaptation:
     if adapter.kind == "dora":
         _refuse_parts_of_fused(config, targets, "adapter.target_modules")
 
-    # rsLoRA: arXiv:2312.03732, theorem 3.2
-    scale = adapter.alpha / (math.sqrt(adapter.rank) if adapter.use_rslora else adapter.rank)
     return Adaptation(
-        pairs={module: Pair(adapter.rank, scale) for module in targets},
+        pairs=pairs,
         modules_to_save=saved_modules,
         dora=adapter.kind == "dora",
         pissa=adapter.init == "pissa",
@@ -138,6 +137,49 @@ def adaptation(config: ModelConfig, adapter: Lora) -> Adaptation:
         dropout=adapter.dropout,
         dtype=adapter.dtype,
     )
+
+
+def _pairs(config: ModelConfig, adapter: Lora, targets: Collection[str]) -> dict[str, Pair]:
+    """The pair of each target: of two patterns that mean it the first counts, as in PEFT.
+
+    Raises UserError for a pattern that means none of the targets.
+    """
+    ranks = dict.fromkeys(targets, adapter.rank)
+    for pattern, rank in reversed(adapter.rank_pattern.items()):
+        ranks.update(dict.fromkeys(_meant(config, targets, pattern, "rank_pattern"), rank))
+    alphas = dict.fromkeys(targets, adapter.alpha)
+    for pattern, alpha in reversed(adapter.alpha_pattern.items()):
+        alphas.update(dict.fromkeys(_meant(config, targets, pattern, "alpha_pattern"), alpha))
+    # rsLoRA: arXiv:2312.03732, theorem 3.2
+    pairs = {
+        module: Pair(rank, alphas[module] / (math.sqrt(rank) if adapter.use_rslora else rank))
+        for module, rank in ranks.items()
+    }
+    for fused_modules in stored_modules(config).values():
+        first, *others = [module for module in fused_modules if module in pairs] or [""]
+        for module in others:
+            if not math.isclose(pairs[module].scale, pairs[first].scale):
+                raise UserError(
+                    f"a {config.family} model stores {module} fused with {first}, whose LoRA matrices have one scale",
+                    where="adapter.rank_pattern"
+                    if adapter.rank_pattern
+                    else "adapter.alpha_pattern",
+                    fix="give both the same alpha / rank: set adapter.alpha_pattern for both",
+                    code=2,
+                )
+    return pairs
+
+
+def _meant(config: ModelConfig, targets: Collection[str], pattern: str, key: str) -> list[str]:
+    meant = [name for name in target_modules(config, [pattern]) if name in targets]
+    if not meant:
+        raise UserError(
+            f"{pattern!r} of {key} means no target module",
+            where=f"adapter.{key}",
+            fix="take it out, or add it to adapter.target_modules",
+            code=2,
+        )
+    return meant
 
 
 def _refuse_on_experts(config: ModelConfig, adapter: Lora, targets: Collection[str]) -> None:

@@ -3,6 +3,7 @@
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -160,6 +161,29 @@ class HealthCheck:
         self._last_report = time_now
         self._last_core_wait = core_wait
         return health
+
+
+def untrained_kinds(updates: Mapping[str, ParameterUpdate]) -> dict[str, int]:
+    """The kinds of adapted modules ("q_proj", "experts.down_proj") that no gradient reached, and their tensors.
+
+    By LoRA's B: the gradient of A is 0 as long as B is. Empty where no kind has a gradient: that is a matter of the
+    loss, not of a kind.
+    """
+    tensors = Counter[str]()
+    reached = Counter[str]()
+    for name, update in updates.items():
+        module, _, matrix = name.rpartition(".")
+        if matrix != "lora_B":
+            continue
+        path, _, leaf = module.rpartition(".")
+        kind = f"experts.{leaf}" if path.endswith(".experts.lora") else leaf
+        tensors[kind] += 1
+        # Gradients that are gone already have left their update.
+        has_gradient = update.change > 0 if update.has_gradient is None else update.has_gradient
+        reached[kind] += has_gradient
+    if not any(reached.values()):
+        return {}
+    return {kind: count for kind, count in tensors.items() if not reached[kind]}
 
 
 def _sampled(parameter: nn.Parameter) -> Tensor:
