@@ -6,9 +6,11 @@ import pytest
 from plan_help import gpu_machine, loaded, machine, planned
 
 from bloomery.core.errors import UserError
+from bloomery.facts.config import Experts
 from bloomery.facts.counting import is_expert_stack, layers, parameter_shapes
 from bloomery.facts.published import published_config
 from bloomery.hardware.profile import build_profile
+from bloomery.plan import stages
 from bloomery.plan.estimate.experts import read_bytes
 from bloomery.plan.estimate.fabric import communication_seconds, fabric_of
 from bloomery.plan.estimate.mesh import MeshSplit, mesh_memory
@@ -158,3 +160,27 @@ def test_the_tokens_of_all_reach_the_experts_of_each() -> None:
     alone = read_bytes(step_of(sequence_length=8), layer, is_trained=False, passes=1)
     divided = read_bytes(step_of(sequence_length=1, expert=8), layer, is_trained=False, passes=1)
     assert divided == pytest.approx(alone / 8)
+
+
+def test_the_cut_of_a_pipeline_counts_experts() -> None:
+    """Half of the layers have 64 experts and half an MLP: the stage with experts takes fewer layers."""
+    experts = Experts(
+        count=64, per_token=8, width=768, normalize=True, layers=(False,) * 12 + (True,) * 12
+    )
+    config = replace(QWEN, num_layers=24, intermediate_size=2048, experts=experts)
+    dense = replace(config, experts=None)
+    step = step_of(model=TrainedModel(config))
+    device = stages.Device("", None, 1e15)
+    groups = []
+    for cut in (config, dense):
+        split = stages.cut_layers(
+            replace(step, model=TrainedModel(cut)),
+            MeshSplit(pipeline=2),
+            (device, device),
+            vendor="amd",
+            micro_batches=8,
+        )
+        groups.append(split.layers)
+    with_experts, alike = groups
+    assert sum(with_experts) == sum(alike) == 24
+    assert with_experts[0] > alike[0]

@@ -294,22 +294,23 @@ def test_a_chosen_device_outlives_a_stop() -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "context"),
+    ("devices", "size"),
     [("cpu", 1), ("cpu,cpu", 2), ("cpu,cpu,cpu", 1), ("cpu," * 5 + "cpu", 2)],
 )
-def test_as_many_devices_as_possible_go_on_to_share_sequences(
-    tmp_path, plan, devices, context
+@pytest.mark.parametrize("axis", ["context", "expert"])
+def test_as_many_devices_as_possible_go_on_to_share_sequences_or_experts(
+    tmp_path, plan, devices, size, axis
 ) -> None:
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("extends: demo\nparallel: {context: 4}\n")
+    recipe.write_text(f"extends: demo\nparallel: {{{axis}: 4}}\n")
     loaded = load_recipe(recipe)
     before = plan(CPU).model_copy(
-        update={"train": plan(CPU).train.model_copy(update={"replicate": 4, "context": 4})}
+        update={"train": plan(CPU).train.model_copy(update={"replicate": 4, axis: 4})}
     )
     flow = SimpleNamespace(folder=SimpleNamespace(recipe=recipe))
     now = find_devices_now(flow, loaded, before, CPU, (), devices)
     assert now.count == len(devices.split(","))
-    assert now.loaded_recipe.recipe.parallel.context == context
+    assert getattr(now.loaded_recipe.recipe.parallel, axis) == size
 
 
 COSINE = ("optimizer.schedule=cosine", "optimizer.learning_rate=1e-4", "optimizer.warmup=2 steps")

@@ -26,8 +26,10 @@ MESHES = {
     "2 stages, interleaved": {"pipeline": 2, "schedule": "interleaved", "chunks": 2},
     "2 stages of 2": {"pipeline": 2, "replicate": 2},
     "2 share sequences": {"replicate": 2, "context": 2},
+    "2 divide experts": {"replicate": 2, "expert": 2},
+    "2 shards divide experts": {"shard": 2, "expert": 2},
 }
-OFTEN = {("2 copies", 1), ("2 copies", 2), ("2 stages", 1)}
+OFTEN = {("2 copies", 1), ("2 copies", 2), ("2 stages", 1), ("2 divide experts", 1)}
 
 
 def plan_of(prepared, *, size: int, **train_changes):

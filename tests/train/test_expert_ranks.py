@@ -19,6 +19,7 @@ from test_rank_writers import (
 
 from bloomery.facts.config import Experts
 from bloomery.facts.hf_config import config_from_hf
+from bloomery.plan.types import RouterPlan
 from ranks import fields, losses, on_ranks, train
 
 
@@ -175,3 +176,21 @@ def test_states_of_stacks_are_those_of_one_rank(prepared, tmp_path, name) -> Non
     assert losses(rest) == pytest.approx(expected, rel=0, abs=near)
     copy = saved_by_one_rank(four, checkpoint, tmp_path / "copy")
     assert_same_tensors(tensors(copy), tensors(checkpoint))
+
+
+@pytest.mark.parametrize("chunks", [pytest.param(1, marks=pytest.mark.soak), 2])
+def test_a_pipeline_of_mixtures_resumes_bitwise(prepared, tmp_path, chunks) -> None:
+    """Stages with experts in some of their layers, whose balance fills the loss."""
+    experts = {"layers": (False, True, True, True)}
+    config = mixture(num_layers=4, experts=experts)
+    plan = plan_of(prepared, config=config, train={"router": RouterPlan(loss=0.1)})
+    schedule = "interleaved" if chunks > 1 else "1f1b"
+    several = on_ranks(plan, pipeline=2, chunks=chunks, schedule=schedule)
+    whole = train(several, tmp_path / "whole")
+    train(several, tmp_path / "rest", stop_after=HALF)
+    rest = train(several, tmp_path / "rest", resume_from=step_of(tmp_path / "rest", HALF))
+    assert losses(rest) == {step: loss for step, loss in losses(whole).items() if step > HALF}
+    one, other = (tensors(step_of(tmp_path / name, STEPS)) for name in ("whole", "rest"))
+    assert_same_tensors(one, other)
+    alone = losses(train(plan, tmp_path / "one"))
+    assert losses(whole) == pytest.approx(alone, rel=0, abs=1e-6)

@@ -24,7 +24,7 @@ from bloomery.plan.estimate.fabric import (
     fabric_of,
 )
 from bloomery.plan.estimate.measured import StepEstimator
-from bloomery.plan.estimate.mesh import MeshSplit, mesh_memory
+from bloomery.plan.estimate.mesh import MeshSplit, mesh_memory, with_own_experts
 from bloomery.plan.estimate.speed import Rate, Work, step_parts, total, work_of
 from bloomery.plan.estimate.stages import fullest_stage_bytes
 from bloomery.plan.estimate.states import TrainedModel
@@ -174,8 +174,12 @@ class MeshWorkload:
         """The split with the number of layers of each group, where a pipeline has not been cut yet."""
         if split.pipeline == 1 or split.layers:
             return split
+        # Devices that divide the experts hold a share of them.
+        own_step = step
+        if split.expert > 1 and split.shard == 1:
+            own_step = with_own_experts(step, split.expert)
         return stages.cut_layers(
-            step,
+            own_step,
             split,
             self.stage_devices(split, step),
             vendor=self.vendor,
