@@ -1,6 +1,7 @@
 """The compiled step computes what the decoder computes in PyTorch, and each text as if it were alone, to the bit."""
 
 import shutil
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -9,14 +10,14 @@ from benchmarks.memory_tracker import peak_bytes
 from tiny_models import CASES, saved_reference, tokens
 from torch.testing import assert_close
 
-from bloomery.facts.config import LayerSizes, ModelConfig
+from bloomery.facts.config import Experts, LayerSizes, ModelConfig
 from bloomery.infer.decode import RunningBatch, sample_tokens
 from bloomery.infer.past import Past
 from bloomery.infer.sampling import NotFinite, Sampling
 from bloomery.model import compiled_step
 from bloomery.model.adapters.lora import adapt, init_adapters
 from bloomery.model.cache import Cache
-from bloomery.model.compiled_step import CompiledStep, compile_step
+from bloomery.model.compiled_step import COMPUTED_FACTS, CompiledStep, compile_step
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import fresh_decoder, load_decoder, quantize_model
 from bloomery.model.native import Uncompiled, library
@@ -47,12 +48,55 @@ SHAPES = [
     "qwen3.5",
     "lfm2",
     "lfm2-bias",
+    "qwen3-moe",
+    "mixtral",
+    "olmoe",
+    "gpt-oss",
+    "granite-moe",
+    "glm4-moe",
+    "dots1",
 ]
+MIXTURE = ModelConfig(
+    vocab_size=61,
+    hidden_size=64,
+    intermediate_size=192,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    initializer_range=0.2,
+)
+MIXTURES = [
+    Experts(count=8, per_token=3, width=64, scores="sigmoid", choice_bias=True),
+    Experts(
+        count=8,
+        per_token=3,
+        width=64,
+        scores="sigmoid",
+        choice_bias=True,
+        normalize=True,
+        groups=4,
+        groups_per_token=2,
+        best_of_group=2,
+        least_sum=1e-2,
+        weight_scale=2.5,
+    ),
+    Experts(count=8, per_token=2, width=64, groups=4, groups_per_token=1, normalize=True),
+    Experts(count=5, per_token=5, width=128, shared_width=64, shared_gate=True),
+    Experts(count=5, per_token=1, width=64, shared_width=128, layers=(True, False)),
+    Experts(count=6, per_token=2, width=64, bias=True, clamp=0.5, softmax_of_chosen=True),
+    Experts(count=6, per_token=2, width=64, normalize=True),
+]
+ACTIVATION = ("relu2", "silu", "silu", "silu", "silu", "silu", "gelu")
 COLD = Sampling(max_new_tokens=12, temperature=0.0)
 
 
 def load_wide(
-    case: str, folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.float32
+    case: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype = torch.float32,
+    **sizes_of_case: int,
 ) -> Decoder:
     """The tiny model of that shape, in the widths that the compiled code takes."""
     prefix, settings = CASES[case]
@@ -62,7 +106,11 @@ def load_wide(
         sizes |= dict(linear_key_head_dim=16, linear_value_head_dim=48)
     if prefix == "Lfm2":
         sizes |= dict(block_auto_adjust_ff_dim=False)
-    monkeypatch.setitem(CASES, case, (prefix, settings | sizes))
+    if "moe_intermediate_size" in settings:
+        sizes |= dict(moe_intermediate_size=64)
+    if prefix == "Dots1":
+        sizes |= dict(sliding_window=8)  # a step appends no tokens that push each other out
+    monkeypatch.setitem(CASES, case, (prefix, settings | sizes | sizes_of_case))
     saved_reference(case, folder)
     return load_decoder(folder, dtype=dtype).requires_grad_(False).eval()
 
@@ -93,13 +141,16 @@ def test_logits_equal_those_of_the_decoder(
         *(("qwen3", precision) for precision in ("float32", "bfloat16", "int8")),
         ("qwen3.5", "bfloat16"),
         ("lfm2-bias", "bfloat16"),
+        *(("qwen3-moe", precision) for precision in ("float32", "bfloat16", "int8")),
     ],
 )
 def test_a_text_has_the_same_bits_alone_with_others_and_in_pieces(
     case: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
-    decoder = load_wide(case, tmp_path, monkeypatch, dtype)
+    # Keys that are rounded would now and then choose another expert: a token meets all of them.
+    met = {"num_experts_per_tok": 8} if (case, precision) == ("qwen3-moe", "bfloat16") else {}
+    decoder = load_wide(case, tmp_path, monkeypatch, dtype, **met)
     rows = tokens(rows=9, length=20).tolist()
     if precision == "int8":
         quantize_model(decoder, Quantize(kind="int8"))
@@ -126,6 +177,30 @@ def test_a_text_has_the_same_bits_alone_with_others_and_in_pieces(
     with torch.no_grad():
         exact_logits = decoder.float()(torch.tensor(rows[:1])).head[0]
         assert_close(separate_logits[0], exact_logits, atol=tolerance, rtol=0.02)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("number", range(7))
+def test_every_kind_of_router_and_experts_gives_the_logits_of_the_decoder(number: int) -> None:
+    experts = MIXTURES[number]
+    config = replace(MIXTURE, experts=experts, gated_mlp=number != 0, activation=ACTIVATION[number])
+    decoder = fresh_decoder(config, seed=1).eval()
+    for name, parameter in decoder.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.2)
+    rows = (torch.arange(48).view(2, 24) * 7 % 61).tolist()
+    expected = decoder(torch.tensor(rows)).head
+    step = CompiledStep(decoder)
+    cache = Cache(config, capacity=24, slots=2)
+    for at in range(0, 24, 4):
+        logits = step([row[at : at + 4] for row in rows], 0, cache, every=True)
+        assert_close(logits.view(2, 4, -1), expected[:, at : at + 4], atol=2e-4, rtol=1e-4)
+
+
+def test_no_fact_of_experts_is_unknown_to_the_step() -> None:
+    """A new one must be computed by `step.cpp`, or refused there."""
+    known = set(COMPUTED_FACTS) | {"layers", "balance", "float32_router"}
+    assert {field.name for field in fields(Experts)} == known
 
 
 @torch.no_grad()
@@ -250,6 +325,10 @@ def test_a_model_that_the_step_cannot_compute_is_refused_by_name(
     decoder = load_wide("qwen2", tmp_path, monkeypatch)
     quantize_model(decoder, Quantize(kind="nf4"))
     with pytest.raises(Uncompiled, match="stored"):
+        CompiledStep(decoder)
+    decoder = load_wide("qwen3-moe", tmp_path / "mixture", monkeypatch)
+    adapt(decoder, Lora(kind="lora", rank=8, target_modules=["all-linear"]))
+    with pytest.raises(Uncompiled, match=r"experts\.lora"):
         CompiledStep(decoder)
     monkeypatch.setattr(compiled_step, "LEAST", 0)
     monkeypatch.setenv("PATH", str(tmp_path))

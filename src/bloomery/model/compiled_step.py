@@ -22,6 +22,7 @@ from bloomery.facts.limits import WEIGHTS_BLOCK
 from bloomery.model.adapters.lora import LoraLinear
 from bloomery.model.cache import STEP_TOKENS, Cache, StateCache
 from bloomery.model.decoder import MLP, Backbone, Block, Decoder
+from bloomery.model.experts import ExpertMLPs, MixtureOfExperts, Router
 from bloomery.model.heads import capped
 from bloomery.model.io.quantized import QuantizedWeight, quantize_int8
 from bloomery.model.io.weights import QuantizedLinear
@@ -31,6 +32,7 @@ from bloomery.model.mixers.delta_net import GatedDeltaNet
 from bloomery.model.mixers.short_convolution import GatedShortConvolution
 from bloomery.model.native import Library, Uncompiled, library
 from bloomery.model.norms import LayerNorm, RMSNorm
+from bloomery.model.quantized_experts import QuantizedExperts
 from bloomery.model.rope import Rotary
 
 LANES = 16  # numbers that the code handles at once
@@ -42,6 +44,15 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 MIXERS = ("attention", "delta_net", "short_convolution")
 QUERY_NORMS = ("none", "head", "rotated_head", "full")
+# Facts of `Experts` that the structure has by the same names, and all that the code computes.
+NUMBERS_OF_EXPERTS = (
+    *("count", "per_token", "width", "softmax_of_chosen", "normalize", "groups"),
+    *("groups_per_token", "best_of_group", "least_sum", "weight_scale", "slope"),
+)
+COMPUTED_FACTS = (
+    *NUMBERS_OF_EXPERTS,
+    *("scores", "choice_bias", "bias", "clamp", "shared_width", "shared_gate"),
+)
 # Modules other than linear maps that the code computes.
 SUPPORTED_MODULES = (
     Decoder,
@@ -52,11 +63,14 @@ SUPPORTED_MODULES = (
     GatedShortConvolution,
     DepthwiseConvolution,
     MLP,
+    MixtureOfExperts,
     QuantizedLinear,
+    QuantizedExperts,
     RMSNorm,
     LayerNorm,
     nn.Embedding,
     nn.ModuleList,
+    nn.ModuleDict,
 )
 
 
@@ -87,6 +101,18 @@ class _Layer(Structure):
         *((name, c_void_p) for name in ("convolved", "memory")),
         ("kernel", c_int64),
         ("scale", c_float),
+        *((name, c_void_p) for name in ("sinks", "mixture")),
+    )
+
+
+class _Mixture(Structure):
+    _fields_ = (
+        *((name, _Matrix) for name in ("router", "gate_up", "down", "shared_gate")),
+        ("choice_bias", c_void_p),
+        *((name, c_int64) for name in ("count", "per_token", "width", "gated", "sigmoid")),
+        *((name, c_int64) for name in ("softmax_of_chosen", "normalize", "groups")),
+        *((name, c_int64) for name in ("groups_per_token", "best_of_group", "clamped")),
+        *((name, c_float) for name in ("least_sum", "weight_scale", "clamp", "slope")),
     )
 
 
@@ -146,6 +172,7 @@ class CompiledStep:
         self._run = _built()
         # Converted copies that the structures point to; nothing else keeps them alive.
         self._copies: list[Tensor] = []
+        self._mixtures: list[_Mixture] = []
         # The rotations of the positions of the largest cache so far.
         self._table_length = 0
         self._tables: list[Rotary | None] = []
@@ -295,13 +322,14 @@ class CompiledStep:
                     "pre_feedforward_layernorm",
                     "post_feedforward_layernorm",
                 )
-        layer = _Layer(inner=described.intermediate_size)
+        layer = _Layer()
         places = ("before_attention", "after_attention", "before_mlp", "after_mlp")
         for place, name in zip(places, norm_names, strict=True):
             setattr(layer, place, self._norm(None if name is None else getattr(block, name)))
-        layer.gate = self._matrix(mlp.gate_proj)
-        layer.up = self._matrix(mlp.up_proj)
-        layer.down = self._matrix(mlp.down_proj)
+        if isinstance(mlp, MixtureOfExperts):
+            self._put_mixture(layer, mlp)
+        else:
+            self._put_mlp(layer, mlp)
         layer.mixer = MIXERS.index(described.mixer)
         if isinstance(block.mixer, GatedDeltaNet):
             self._put_delta_net(layer, block.mixer)
@@ -310,6 +338,59 @@ class CompiledStep:
         else:
             self._put_attention(layer, block.mixer, described)
         return layer
+
+    def _put_mlp(self, layer: _Layer, mlp: nn.Module) -> None:
+        assert isinstance(mlp, MLP)
+        layer.gate = self._matrix(mlp.gate_proj)
+        layer.up = self._matrix(mlp.up_proj)
+        layer.down = self._matrix(mlp.down_proj)
+        layer.inner = layer.up.outputs
+
+    def _put_mixture(self, layer: _Layer, module: MixtureOfExperts) -> None:
+        """The experts, and the shared one as the layer's MLP."""
+        router = module.gate
+        facts = router.facts
+        experts = module.experts
+        mixture = _Mixture(
+            router=self._weight(router.weight, router.bias),
+            gate_up=self._stack(experts, "gate_up_proj"),
+            down=self._stack(experts, "down_proj"),
+            shared_gate=self._matrix(module.shared_expert_gate),
+            choice_bias=self._floats(router.e_score_correction_bias),
+            gated=experts.gated,
+            sigmoid=facts.scores == "sigmoid",
+            clamped=facts.clamp is not None,
+            clamp=facts.clamp or 0.0,
+            **{name: getattr(facts, name) for name in NUMBERS_OF_EXPERTS},
+        )
+        self._mixtures.append(mixture)
+        layer.mixture = ctypes.addressof(mixture)
+        if module.shared_expert is not None:
+            self._put_mlp(layer, module.shared_expert)
+
+    def _stack(self, experts: ExpertMLPs, name: str) -> _Matrix:
+        """The matrix of the first expert, which those of the others follow."""
+        bias_EO = getattr(experts, f"{name}_bias")
+        if name not in experts.quantized:
+            return self._weight(getattr(experts, name), bias_EO)
+        quantized = experts.quantized[name]
+        assert isinstance(quantized, QuantizedExperts)
+        stored = quantized.stored
+        return self._weight(
+            stored.codes.view(stored.shape), bias_EO, stored.scales.view(torch.float32)
+        )
+
+    def _weight(self, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> _Matrix:
+        """A matrix [O, I], or the first of a stack [E, O, I], without an adapter."""
+        *_, outputs, inputs = weight.shape
+        return _Matrix(
+            weight=self._address(weight.detach()),
+            scales=self._address(scales),
+            bias=self._floats(bias),
+            outputs=outputs,
+            inputs=inputs,
+            kind=KINDS[weight.dtype],
+        )
 
     def _put_attention(self, layer: _Layer, attention: Attention, described: Layer) -> None:
         for name in "qkvo":
@@ -322,6 +403,7 @@ class CompiledStep:
         layer.half = 0 if described.rotation is None else described.rotation.width // 2
         layer.gated = self.config.attention_gate
         layer.scale = described.attention_scale
+        layer.sinks = self._floats(attention.sinks)
 
     def _put_delta_net(self, layer: _Layer, net: GatedDeltaNet) -> None:
         sizes = net.sizes
@@ -466,15 +548,17 @@ def _unsupported(decoder: Decoder) -> str | None:
         return "its layers have their norms in two places"
     if config.rope_scaling is not None and config.rope_scaling.kind in ("dynamic", "longrope"):
         return "its positions depend on a text's length"
-    if config.attention_sinks:
-        return "its attention has sinks"
     if config.latent_attention is not None:
         return "its keys are made of a latent vector"
     # The code reads a matrix in full cache lines, and a head in full vectors.
     for layer in layers(config):
         if layer.keys_of is not None or layer.lends_keys or layer.keys_are_values:
             return "its layers share keys and values"
-        inputs = [config.hidden_size, layer.intermediate_size]
+        inputs = [config.hidden_size]
+        if layer.experts is None:
+            inputs.append(layer.intermediate_size)
+        else:
+            inputs += [layer.experts.width, layer.experts.shared_width]
         heads = []
         if layer.mixer == "attention":
             inputs.append(layer.query_width)
@@ -498,6 +582,8 @@ def _unsupported(decoder: Decoder) -> str | None:
             is_supported = module.base == "int8" and module.inputs % WEIGHTS_BLOCK == 0
         elif isinstance(module, nn.Linear):
             is_supported = type(module) is nn.Linear and module.weight.dtype in KINDS
+        elif isinstance(module, Router | ExpertMLPs):
+            is_supported = all(parameter.dtype in KINDS for parameter in module.parameters())
         else:
             is_supported = isinstance(module, SUPPORTED_MODULES)
         if not is_supported:

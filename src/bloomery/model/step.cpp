@@ -44,6 +44,15 @@ struct Matrix {  // weight [outputs, inputs]; LoRA adds B A, whose rank is a mul
     const float *scales, *bias, *A, *B;
     Long outputs, inputs, kind, rank;
 };
+// In place of an MLP: `per_token` of `count` MLPs of a token, which a router chooses. Beside them stands, as the matrices of
+// the layer, one that every token meets, times the sigmoid of what `shared_gate` makes.
+struct Mixture {
+    Matrix router, gate_up, down, shared_gate;  // gate_up and down: of the first expert; the others follow
+    const float *choice_bias;  // [count], added to scores for the choice alone
+    Long count, per_token, width, gated, sigmoid, softmax_of_chosen, normalize;
+    Long groups, groups_per_token, best_of_group, clamped;
+    float least_sum, weight_scale, clamp, slope;
+};
 struct Norm { const float *gain, *bias; Long centered; double eps; };  // no gain: nothing is normed
 struct Layer {
     // Of a delta net q makes queries, keys and values, k the gate of what is read, v strengths; of a short convolution q
@@ -63,6 +72,8 @@ struct Layer {
     float *memory;           // [slots, heads, width, value_width]
     Long kernel;
     float scale;             // of attention
+    const float *sinks;      // [heads]: a logit without a value; null: none
+    const Mixture *mixture;  // null: the MLP alone
 };
 struct Model {
     const Layer *layers;
@@ -360,11 +371,11 @@ static inline void mix(const T *values, Long width, Long seen, const float *shar
 }
 
 template <class T>
-static void attend(const Model &model, const Layer &layer, const T *keys, const T *values, Long seen, const float *q, float *scores, float *y) {
+static void attend(const Model &model, const Layer &layer, const T *keys, const T *values, Long seen, const float *q, const float *sink, float *scores, float *y) {
     Long width = layer.width, at = 0;
     for (; at + ROWS <= seen; at += ROWS) score<T, ROWS>(keys + at * width, width, q, scores + at);
     for (; at < seen; at++) score<T, 1>(keys + at * width, width, q, scores + at);
-    float most = -INFINITY;
+    float most = sink ? *sink : -INFINITY;
     for (Long s = 0; s < seen; s++) {
         float score = scores[s] * layer.scale;
         scores[s] = model.softcap ? model.softcap * std::tanh(score / model.softcap) : score;
@@ -378,7 +389,7 @@ static void attend(const Model &model, const Layer &layer, const T *keys, const 
         total += share;
         store(scores + s, share);
     }
-    float whole = sum(total);
+    float whole = sum(total) + (sink ? std::exp(*sink - most) : 0.0f);
     Long i = 0;
     for (; i + 4 * LANES <= width; i += 4 * LANES) mix<T, 4>(values + i, width, seen, scores, whole, y + i);
     for (; i < width; i += LANES) mix<T, 1>(values + i, width, seen, scores, whole, y + i);
@@ -504,12 +515,149 @@ static void place_head(const Model &model, const Layer &layer, Long t, Long head
     for (Long i = 0; i < width; i++) put(into + i, final[i]);
 }
 
+// ---- Mixtures of experts --------------------------------------------------------------------------------------------
+
+// Whether a number is chosen before another; NaN before all, as in PyTorch, so that it is seen.
+static inline bool is_better(float x, float y) { return x > y || (x != x && y == y); }
+
+// The places of the `most` best of `count` numbers, the best first, of equal ones the first.
+static void best_of(const float *numbers, Long count, Long most, Long *places) {
+    Long found = 0;
+    for (Long i = 0; i < count; i++) {
+        if (found == most && !is_better(numbers[i], numbers[places[most - 1]])) continue;
+        Long at = found < most ? found++ : most - 1;
+        for (; at && is_better(numbers[i], numbers[places[at - 1]]); at--) places[at] = places[at - 1];
+        places[at] = i;
+    }
+}
+
+static void softmax(float *x, Long count) {
+    float most = *std::max_element(x, x + count), whole = 0.0f;
+    for (Long i = 0; i < count; i++) whole += x[i] = std::exp(x[i] - most);
+    for (Long i = 0; i < count; i++) x[i] /= whole;
+}
+
+// What a router decides of one token, of its logits [count]: experts and weights [per_token].
+static void choose(const Mixture &m, const float *logits, Long *experts, float *weights) {
+    std::vector<float> scores(logits, logits + m.count);
+    if (m.sigmoid) for (float &score : scores) score = 1.0f / (1.0f + std::exp(-score));
+    else softmax(scores.data(), m.count);
+    std::vector<float> numbers = scores;
+    for (Long e = 0; e < m.count && m.choice_bias; e++) numbers[e] += m.choice_bias[e];
+    if (m.groups > 1) {
+        const Long size = m.count / m.groups;
+        std::vector<float> of_groups(m.groups);
+        std::vector<Long> places(std::max(m.best_of_group, m.groups_per_token));
+        for (Long g = 0; g < m.groups; g++) {
+            best_of(&numbers[g * size], size, m.best_of_group, places.data());
+            for (Long k = 0; k < m.best_of_group; k++) of_groups[g] += numbers[g * size + places[k]];
+        }
+        best_of(of_groups.data(), m.groups, m.groups_per_token, places.data());
+        for (Long g = 0; g < m.groups; g++)
+            if (std::find(places.begin(), places.begin() + m.groups_per_token, g) == places.begin() + m.groups_per_token)
+                std::fill_n(numbers.begin() + g * size, size, -INFINITY);
+    }
+    best_of(numbers.data(), m.count, m.per_token, experts);
+    for (Long k = 0; k < m.per_token; k++) weights[k] = (m.softmax_of_chosen ? logits : scores.data())[experts[k]];
+    if (m.softmax_of_chosen) softmax(weights, m.per_token);
+    float whole = m.least_sum;
+    for (Long k = 0; k < m.per_token; k++) whole += weights[k];
+    for (Long k = 0; k < m.per_token; k++) weights[k] = (m.normalize ? weights[k] / whole : weights[k]) * m.weight_scale;
+}
+
+// Rows of one expert's matrix, of which `stack` is the first expert's.
+static Matrix rows_of_expert(const Matrix &stack, Long expert, Long first, Long outputs) {
+    const Long row = expert * stack.outputs + first, bytes = stack.kind == FLOAT32 ? 4 : stack.kind == BFLOAT16 ? 2 : 1;
+    return {(const char *)stack.weight + row * stack.inputs * bytes, stack.scales ? stack.scales + row * stack.inputs / BLOCK : nullptr,
+            stack.bias ? stack.bias + row : nullptr, nullptr, nullptr, outputs, stack.inputs, stack.kind, 0};
+}
+
+// The pairs of a token and an expert, sorted by expert: `pairs` in that order, pair p being of token p / per_token, `place`
+// of each pair in it, and where the rows of each expert end.
+struct Sorted {
+    std::vector<Long> pairs, place, ends;
+    Sorted(const Long *experts, Long size, Long count) : pairs(size), place(size), ends(count) {
+        for (Long p = 0; p < size; p++) ends[experts[p]]++;
+        for (Long e = 1; e < count; e++) ends[e] += ends[e - 1];
+        for (Long p = size - 1; p >= 0; p--) { place[p] = --ends[experts[p]]; pairs[place[p]] = p; }
+        for (Long e = 0; e < count; e++) ends[e] = e + 1 < count ? ends[e + 1] : size;  // they were the beginnings
+    }
+};
+
+// gate = activation(gate) up weight, of `size` numbers of a pair.
+static void open_gate(const Model &model, const Mixture &m, float *gate, const float *up, Long size, float weight) {
+    if (m.clamped) {
+        const Floats limit = Floats{} + m.clamp;
+        for (Long i = 0; i < size; i += LANES) {
+            const Long bytes = std::min(LANES, size - i) * sizeof(float);
+            Floats g = {}, u = {};
+            memcpy(&g, gate + i, bytes);
+            memcpy(&u, up + i, bytes);
+            g = g > limit ? limit : g;
+            u = u > limit ? limit : u < -limit ? -limit : u;
+            g = g * sigmoid(m.slope * g) * (u + 1.0f) * weight;
+            memcpy(gate + i, &g, bytes);
+        }
+        return;
+    }
+    activate(model.activation, gate, size);
+    for (Long i = 0; i < size; i++) gate[i] *= m.gated ? up[i] * weight : weight;
+}
+
+// What experts make inside them of the rows n [count, D], in the order of `sorted`: a thread's part of each row of `inner`
+// [pairs, width]. Weights multiply it here, as the last product is linear.
+static void enter_experts(const Model &model, const Mixture &m, const Sorted &sorted, const float *weights, const float *n, float *inner,
+                          float *up, Long thread, Long team) {
+    const Long hidden = m.gate_up.inputs;
+    const Part own = part_of(m.width, ROWS, thread, team);
+    std::vector<float> gathered;
+    for (Long e = 0, first = 0; e < m.count; first = sorted.ends[e++]) {
+        const Long rows = sorted.ends[e] - first;
+        if (!rows) continue;
+        const float *from = n + sorted.pairs[first] / m.per_token * hidden;
+        if (rows > 1) {
+            gathered.resize(rows * hidden);
+            for (Long r = 0; r < rows; r++)
+                memcpy(&gathered[r * hidden], n + sorted.pairs[first + r] / m.per_token * hidden, hidden * sizeof(float));
+            from = gathered.data();
+        }
+        product(rows_of_expert(m.gate_up, e, 0, m.width), from, rows, inner + first * m.width, thread, team);
+        if (m.gated) product(rows_of_expert(m.gate_up, e, m.width, m.width), from, rows, up + first * m.width, thread, team);
+        for (Long r = first; r < first + rows; r++)
+            open_gate(model, m, inner + r * m.width + own.first, up + r * m.width + own.first, own.last - own.first, weights[sorted.pairs[r]]);
+    }
+}
+
+// The sum of what the experts of each token make, and of what the shared one made, in z [count, D]: a thread's part of rows.
+static void leave_experts(const Mixture &m, const Sorted &sorted, const Long *experts, const float *weights, const float *inner, Long count,
+                          const float *opened, float *outer, float *z, Long thread, Long team) {
+    const Long hidden = m.down.outputs;
+    const Part own = part_of(hidden, ROWS, thread, team);
+    Matrix unbiased = m.down;
+    unbiased.bias = nullptr;
+    for (Long e = 0, first = 0; e < m.count; first = sorted.ends[e++])
+        if (Long rows = sorted.ends[e] - first)
+            product(rows_of_expert(unbiased, e, 0, hidden), inner + first * m.width, rows, outer + first * hidden, thread, team);
+    for (Long t = 0; t < count; t++) {
+        const float share = opened ? 1.0f / (1.0f + std::exp(-opened[t])) : 1.0f;
+        for (Long i = own.first; i < own.last; i++) {
+            float total = 0.0f;
+            for (Long p = t * m.per_token; p < (t + 1) * m.per_token; p++) {
+                total += outer[sorted.place[p] * hidden + i];
+                if (m.down.bias) total += weights[p] * m.down.bias[experts[p] * hidden + i];
+            }
+            z[t * hidden + i] = z[t * hidden + i] * share + total;
+        }
+    }
+}
+
 template <class T>
 static void run(const Model &model, Long count, const Long *slots, const Long *positions, const float *embedded,
                 Long num_wanted, const Long *wanted, float *logits, Long threads) {
     const Long hidden = model.hidden;
     // What the widest layer makes.
     Long wide_q = 0, wide_k = 0, wide_v = 0, wide_decay = 0, wide_mixed = 0, inner = 0, row = 0;
+    Long experts = 0, chosen = 0, expert_inner = 0;
     for (Long at = 0; at < model.num_layers; at++) {
         const Layer &layer = model.layers[at];
         wide_q = std::max(wide_q, layer.q.outputs);
@@ -519,10 +667,18 @@ static void run(const Model &model, Long count, const Long *slots, const Long *p
         wide_mixed = std::max(wide_mixed, layer.o.inputs);
         inner = std::max(inner, layer.inner);
         row = std::max({row, layer.q.outputs, layer.k.outputs, layer.width});
+        if (const Mixture *m = layer.mixture) {
+            experts = std::max(experts, m->count);
+            chosen = std::max(chosen, m->per_token);
+            expert_inner = std::max(expert_inner, m->per_token * m->width);
+        }
     }
     std::vector<float> q(count * wide_q), k(count * wide_k), v(count * wide_v), decay(count * wide_decay);
     std::vector<float> turned_q(count * wide_mixed), mixed(count * wide_mixed), y(count * hidden), z(count * hidden);
     std::vector<float> gate(count * inner), up(count * inner);
+    std::vector<float> routed(count * experts), weights(count * chosen), opened(count), outer(count * chosen * hidden);
+    std::vector<float> expert_gate(count * expert_inner), expert_up(count * expert_inner);
+    std::vector<Long> choices(count * chosen);
     const Projected projected = {q.data(), k.data(), v.data(), decay.data()};
     std::vector<Run> texts;
     for (Long t = 0; t < count; t++) {
@@ -584,7 +740,8 @@ static void run(const Model &model, Long count, const Long *slots, const Long *p
                     Long first_key = (slots[t] * kv + head / (heads / kv)) * layer.capacity * width;
                     float *into = &mixed[item * width];
                     attend<T>(model, layer, (const T *)layer.keys + first_key, (const T *)layer.values + first_key,
-                              std::min(positions[t] + 1, layer.capacity), &turned_q[item * width], scores.data(), into);
+                              std::min(positions[t] + 1, layer.capacity), &turned_q[item * width],
+                              layer.sinks ? layer.sinks + head : nullptr, scores.data(), into);
                     const float *opened = &q[t * layer.q.outputs + (2 * head + 1) * width];
                     for (Long i = 0; i < width && layer.gated; i += LANES) store(into + i, load(into + i) * sigmoid(load(opened + i)));
                 }
@@ -594,16 +751,36 @@ static void run(const Model &model, Long count, const Long *slots, const Long *p
 #pragma omp barrier
             add(y, layer.after_attention);
             if (!model.shared_norm) norm_all(layer.before_mlp);  // else n still has what attention read
+            const Mixture *m = layer.mixture;
+            if (m) {
+                product(m->router, n.data(), count, routed.data(), thread, team);
+                if (m->shared_gate.weight) product(m->shared_gate, n.data(), count, opened.data(), thread, team);
+            }
             Part own = part_of(layer.inner, ROWS, thread, team);
             if (layer.gate.weight) product(layer.gate, n.data(), count, gate.data(), thread, team);
-            product(layer.up, n.data(), count, up.data(), thread, team);
-            for (Long t = 0; t < count; t++) {
+            if (layer.up.weight) product(layer.up, n.data(), count, up.data(), thread, team);
+            for (Long t = 0; t < count && layer.up.weight; t++) {
                 float *made = &up[t * layer.inner], *opened = layer.gate.weight ? &gate[t * layer.inner] : made;
                 activate(model.activation, opened + own.first, own.last - own.first);
                 if (opened != made) for (Long i = own.first; i < own.last; i++) made[i] *= opened[i];
             }
 #pragma omp barrier
-            product(layer.down, up.data(), count, z.data(), thread, team);
+            if (layer.down.weight) product(layer.down, up.data(), count, z.data(), thread, team);
+            if (m) {
+                Part tokens = part_of(count, 1, thread, team);
+                for (Long t = tokens.first; t < tokens.last; t++)
+                    choose(*m, &routed[t * m->count], &choices[t * m->per_token], &weights[t * m->per_token]);
+                if (!layer.down.weight) {  // z begins with zeros, where no shared expert filled it
+                    Part part = part_of(hidden, ROWS, thread, team);
+                    for (Long t = 0; t < count; t++) std::fill(&z[t * hidden] + part.first, &z[t * hidden] + part.last, 0.0f);
+                }
+#pragma omp barrier
+                const Sorted sorted(choices.data(), count * m->per_token, m->count);
+                enter_experts(model, *m, sorted, weights.data(), n.data(), expert_gate.data(), expert_up.data(), thread, team);
+#pragma omp barrier
+                leave_experts(*m, sorted, choices.data(), weights.data(), expert_gate.data(), count,
+                              m->shared_gate.weight ? opened.data() : nullptr, outer.data(), z.data(), thread, team);
+            }
 #pragma omp barrier
             add(z, layer.after_mlp);
         }
