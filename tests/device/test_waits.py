@@ -14,6 +14,7 @@ from rollouts_for_tests import plan_of, write_recipe
 from runs_of_the_loop import CONFIG, prepared_corpus
 from structured_runs import write_answers
 
+from bloomery.facts.config import Experts
 from bloomery.infer.decode import RunningBatch
 from bloomery.infer.past import Past
 from bloomery.infer.sampling import Sampling
@@ -29,6 +30,9 @@ from bloomery.train.optim.build import build_optimizer
 
 LISTED = tomllib.loads((Path(__file__).parent / "waits.toml").read_text())
 PLAIN = CONFIG.__class__(**vars(CONFIG) | {"residual_dropout": 0.0})
+MIXTURE = CONFIG.__class__(
+    **vars(PLAIN) | {"family": "qwen3_moe", "experts": Experts(count=4, per_token=2, width=16)}
+)
 LORA = Lora(kind="lora", rank=4, target_modules=["q_proj", "down_proj"])
 NEVER = 1000
 # The others are for `make soak`.
@@ -38,6 +42,7 @@ QUICK = {
     "fused into backward",
     "kto",
     "distill",
+    "experts",
     "grpo",
 }
 
@@ -145,6 +150,7 @@ STEPS: dict[str, Callable[[Folders], RunPlan]] = {
         f.text, optimizer={"kind": "adafactor", "fused_backward": True}, train=ONE
     ),
     "measured": lambda f: tiny(f.text, train={"steps": 3}),
+    "experts": lambda f: tiny(f.text, config=MIXTURE, train=ONE),
     "lora": lambda f: tiny(f.text, config=CONFIG, model={"source": f.base}, adapter=LORA),
     "sft": lambda f: tiny(f.answers("chat"), objective=Sft(kind="sft")),
     "dpo": lambda f: tiny(f.answers("pairs"), objective=Preference(kind="dpo", beta=0.5)),

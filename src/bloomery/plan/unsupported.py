@@ -560,7 +560,6 @@ SAMPLES_WITH_WHOLE_MODEL = (
 WHOLE_TEXTS = "its loss is one per response, and each device has a part of the response"
 OTHER_COMPLETIONS = "each device samples completions of other lengths, with a whole model"
 OTHER_ROWS = "each step exchanges other numbers of rows, and blocks would be compiled again"
-NOT_QUANTIZED = "quantize.kind=none"
 ALL_LAYERS = "PEFT needs a whole model, and each stage has some of its layers"
 
 
@@ -817,8 +816,6 @@ def _not_with_divided_experts(recipe: Recipe) -> Iterator[tuple[str, str]]:
     optimizer = recipe.optimizer
     if recipe.objective.spec.source == "rollouts":
         yield f"objective {recipe.objective.kind}: {OTHER_COMPLETIONS}", "objective.kind=dpo"
-    if recipe.quantize.kind != "none":
-        yield f"quantize {recipe.quantize.kind}: each device quantizes whole stacks", NOT_QUANTIZED
     if isinstance(recipe.adapter, Peft):
         yield f"PEFT methods: {ALL_PARAMETERS}", "adapter.kind=lora"
     if recipe.train.compile is True:
