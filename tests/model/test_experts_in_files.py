@@ -201,3 +201,44 @@ def test_heads_share_the_width_where_the_config_has_none_for_them(
     theirs, ours = pair("qwen3-moe", tmp_path)
     assert "head_dim" not in json.loads((tmp_path / "config.json").read_text())
     assert is_close(ours(TOKENS).head, theirs(TOKENS).logits)
+
+
+VISION = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=48)
+VISION |= dict(patch_size=4, spatial_merge_size=1, deepstack_visual_indexes=[0])
+VISION |= dict(num_position_embeddings=16)
+
+
+@pytest.mark.parametrize("case", ["qwen3", "qwen3-moe"])
+@torch.no_grad()
+def test_the_language_model_of_qwen3_vl_is_opened(case: str, tmp_path: Path) -> None:
+    """Its stacks are [E, inputs, outputs] in files, and its router normalizes whatever the config says."""
+    import transformers
+
+    _, settings = CASES[case]
+    prefix = "Qwen3VLMoe" if case == "qwen3-moe" else "Qwen3VL"
+    rope = {"rope_type": "default", "rope_theta": 5e5, "mrope_section": [4, 2, 2]}
+    text = settings | {"rope_parameters": rope, "head_dim": 16, "tie_word_embeddings": False}
+    config = getattr(transformers, f"{prefix}Config")(
+        text_config=text, vision_config=VISION, tie_word_embeddings=False
+    )
+    torch.manual_seed(0)
+    theirs = getattr(transformers, f"{prefix}ForConditionalGeneration")(config).eval()
+    for name, parameter in theirs.named_parameters():
+        torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.2)
+    theirs.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    saved = json.loads(path.read_text())
+    saved["text_config"]["norm_topk_prob"] = False
+    path.write_text(json.dumps(saved))
+    # As published; transformers 5 opens that, too, and saves [E, outputs, inputs].
+    rewrite(
+        tmp_path,
+        lambda tensors: {
+            name: tensor.transpose(1, 2) if ".experts." in name else tensor
+            for name, tensor in tensors.items()
+        },
+    )
+    opened = type(theirs).from_pretrained(tmp_path)
+    expected = theirs(TOKENS).logits
+    assert torch.equal(opened(TOKENS).logits, expected)
+    assert is_close(load_decoder(tmp_path)(TOKENS).head, expected)

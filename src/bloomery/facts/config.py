@@ -1,6 +1,6 @@
 """A decoder described by architectural facts. No field is a model's name; nothing here needs torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from bloomery.core.errors import UserError
@@ -95,7 +95,8 @@ class TransformersBackend:
     documents_reason: str = ""  # why they are rows of their own
     cache: Literal["own", "none"] = "own"
     buffers: tuple[StoredBuffer, ...] = ()
-    conversions: tuple[StoredConversion, ...] = ()
+    # thousands of names, which follow from the rest: plans look a config up thousands of times
+    conversions: tuple[StoredConversion, ...] = field(default=(), hash=False)
     experts: int = 0
     safe_reason: str = ""  # why transformers itself loads the weights; empty: it does not
 

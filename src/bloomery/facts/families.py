@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from bloomery.core.errors import UserError
 from bloomery.facts.config import ModelConfig
+from bloomery.facts.config_fields import HfKeys
 from bloomery.facts.family import Family
 from bloomery.facts.family_entries import (
     apertus,
@@ -66,6 +67,24 @@ MULTIMODAL: Mapping[str, str] = MappingProxyType(
         "mistral3": "mistral",
         "qwen3_5": "qwen3_5_text",
         "qwen3_5_moe": "qwen3_5_moe_text",
+        "qwen3_vl": "qwen3",
+        "qwen3_vl_moe": "qwen3_moe",
+    }
+)
+# Of language models that are another family's: what their own config class has where a file lacks a key, and what their
+# layers do whatever a file says. Of text alone the three kinds of positions are equal, and turn heads as one does.
+TEXT_DEFAULTS: Mapping[str, HfKeys] = MappingProxyType(
+    {
+        "qwen3_vl": {"num_key_value_heads": 32, "max_position_embeddings": 128000}
+        | {"rope_theta": 5e5, "head_dim": 128},
+        "qwen3_vl_moe": {"num_key_value_heads": 16, "max_position_embeddings": 128000}
+        | {"rope_theta": 5e5, "num_experts_per_tok": 4, "moe_intermediate_size": 1408},
+    }
+)
+TEXT_FIXED: Mapping[str, HfKeys] = MappingProxyType(
+    {
+        "qwen3_vl": {"use_sliding_window": False},
+        "qwen3_vl_moe": {"use_sliding_window": False, "norm_topk_prob": True},
     }
 )
 

@@ -18,7 +18,13 @@ from bloomery.facts.config_fields import (
     rope_keys,
     stated_theta,
 )
-from bloomery.facts.families import FAMILIES, MULTIMODAL, known_family
+from bloomery.facts.families import (
+    FAMILIES,
+    MULTIMODAL,
+    TEXT_DEFAULTS,
+    TEXT_FIXED,
+    known_family,
+)
 from bloomery.facts.family import Family
 from bloomery.facts.family_rules_experts import COUNTS
 
@@ -35,7 +41,8 @@ def text_part(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     outer = {key: hf[key] for key in shared if key in hf}
     own_kind = text.get("model_type")
     family = own_kind if own_kind in FAMILIES else MULTIMODAL[kind]
-    part = {**outer, **text, "model_type": family}
+    part = {**TEXT_DEFAULTS.get(kind, {}), **outer, **text, **TEXT_FIXED.get(kind, {})}
+    part["model_type"] = family
     if "tie_word_embeddings" in outer:  # transformers ties what the whole says
         part["tie_word_embeddings"] = outer["tie_word_embeddings"]
     return part

@@ -39,6 +39,7 @@ class Conversions:
             if not isinstance(rule, PrefixChange)
         ]
         self._reference = reference
+        self._in_memory = reference.state_dict()
         self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
 
@@ -58,7 +59,7 @@ class Conversions:
             self._renamings,
             self._converters,
             self._reference.base_model_prefix,
-            self._reference.state_dict(),
+            self._in_memory,
         )
         return target
 
