@@ -3,6 +3,7 @@
 import math
 import os
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from plans_for_tests import tiny_config, tiny_plan
 from runs_of_the_loop import prepared_corpus
 from safetensors.torch import load_file
 
+from bloomery.facts.config import Experts
 from bloomery.plan.types import RunPlan
 from ranks import Ranks, losses, on_ranks, ranks, seconds_of, train_here
 
@@ -19,6 +21,7 @@ MESHES = {
     "copies": {"replicate": 2},
     "shards": {"shard": 2},
     "shared sequences": {"shard": 2, "context": 2},
+    "experts": {"replicate": 2, "expert": 2},
     "pipeline over GPUs": {"pipeline": 2},
     "pipeline over the host": {"pipeline": 2},
 }
@@ -34,9 +37,13 @@ def plan_of(prepared: Path, device: str, mesh: str, **train: object) -> RunPlan:
     every = {"every_steps": HALF}
     sizes = {"micro_batch_size": 2, "accumulation": 2, "tokens_per_step": 128, "steps": STEPS}
     link = {"pipeline_link": "host" if mesh.endswith("host") else "device"}
+    config = tiny_config(vocab_size=300, num_kv_heads=2)
+    if mesh == "experts":
+        experts = Experts(count=4, per_token=2, width=16)
+        config = replace(config, family="qwen3_moe", experts=experts)
     plan = tiny_plan(
         prepared,
-        config=tiny_config(vocab_size=300, num_kv_heads=2),
+        config=config,
         train={**sizes, "device": device, **link, **train},
         data={"pin_memory": device != "cpu"},
         eval=every,

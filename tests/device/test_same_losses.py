@@ -4,6 +4,7 @@ The same kernels compute on both; what differs is who calls them. Autocast has a
 optimizers take larger pieces on a GPU. So losses agree to the rounding of the narrowest type on their way.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from runs_of_the_loop import CONFIG, prepared_corpus
 from structured_runs import write_answers
 
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
+from bloomery.facts.config import Experts
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import EvalDone, StepDone
 from bloomery.plan.types import RunPlan
@@ -28,6 +30,10 @@ OFFLOADED = {"kind": "adamw", "fused": False, "offload": True}
 ADAPTER = {"kind": "lora", "rank": 4, "alpha": 8.0, "target_modules": ["q_proj", "down_proj"]}
 NF4 = Quantize(kind="nf4")
 
+MIXTURE = replace(
+    CONFIG, family="qwen3_moe", experts=Experts(count=4, per_token=2, width=16, normalize=True)
+)
+
 # By name: the sections of the plan.
 OPTIONS: dict[str, dict[str, Any]] = {
     "dropout": {},
@@ -42,6 +48,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "averaged": {"train": {"ema_decay": 0.9}},
     "blockwise": {"model": {"attention": "blockwise"}},
     "math": {"model": {"attention": "math"}},
+    "experts": {"config": MIXTURE},
     "padded": {"data": {"layout": "padded"}},
     "adafactor": {"optimizer": {"kind": "adafactor", "fused": False}},
     "adafactor in backward": {
@@ -73,7 +80,15 @@ HALVES: dict[str, dict[str, Any]] = {
         "quantize": NF4,
     },
 }
-QUICK = ("dropout", "adafactor in backward", "states away in int8", "nf4", "float16", "muon")
+QUICK = (
+    "dropout",
+    "experts",
+    "adafactor in backward",
+    "states away in int8",
+    "nf4",
+    "float16",
+    "muon",
+)
 
 
 @pytest.fixture(scope="module")
