@@ -33,6 +33,7 @@ FAMILIES = (
     "glm4-moe-lite",
     "glm4-moe",
     "dots1",
+    "minimax-m2",
 )
 ROWS = documents((23, 1, 30, 2, 5))
 

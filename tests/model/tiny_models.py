@@ -139,6 +139,10 @@ CASES: dict[str, tuple[str, dict]] = {
         | dict(moe_intermediate_size=16, n_routed_experts=6, n_shared_experts=1, head_dim=16)
         | dict(sliding_window=7, max_window_layers=2, first_k_dense_replace=1),
     ),
+    "minimax-m2": (
+        "MiniMaxM2",
+        MIXTURE | dict(num_local_experts=4, head_dim=16, rotary_dim=8),
+    ),
     "mixtral": ("Mixtral", MIXTURE | dict(num_local_experts=4)),
     "qwen2-moe": (
         "Qwen2Moe",

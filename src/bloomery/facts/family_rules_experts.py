@@ -433,3 +433,24 @@ def write_glm4_moe(config: ModelConfig) -> HfKeys:
 
 def dots1_facts(fields: Fields, facts: ModelFacts) -> ModelFacts:
     return {"experts": deepseek_experts(fields, facts)}
+
+
+def minimax_m2_facts(fields: Fields, facts: ModelFacts) -> ModelFacts:
+    """Sigmoids, a bias for the choice; `rotary_dim` is what published files call the part of a head that rotates."""
+    share = facts["rotary_share"]
+    rotary_dim = fields.get("rotary_dim")
+    is_stated = "partial_rotary_factor" in (fields.get("rope_parameters") or {})
+    if rotary_dim is not None and not is_stated:
+        share = fields.size("rotary_dim", LARGEST["head_dim"]) / facts["head_dim"]
+    experts = experts_of(
+        fields,
+        width_key="intermediate_size",
+        scores="sigmoid",
+        normalize=True,
+        choice_bias=True,
+    )
+    return {"experts": experts, "rotary_share": share}
+
+
+def write_minimax_m2(config: ModelConfig) -> HfKeys:
+    return expert_keys(config, count_key="num_local_experts", width_key="intermediate_size")

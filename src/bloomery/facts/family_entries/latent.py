@@ -3,17 +3,19 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from bloomery.facts.family import BIASES, LLAMA_KEYS, Family, StoredNames
+from bloomery.facts.family import BIASES, LLAMA_KEYS, Family, StoredExperts, StoredNames
 from bloomery.facts.family_rules import layer_types, windows_by_type
 from bloomery.facts.family_rules_experts import (
     deepseek_v2_facts,
     deepseek_v3_facts,
     dots1_facts,
     glm4_moe_facts,
+    minimax_m2_facts,
     write_deepseek_experts,
     write_deepseek_v2,
     write_deepseek_v3,
     write_glm4_moe,
+    write_minimax_m2,
 )
 
 SHARED = StoredNames(renamed={"mlp.shared_expert": "mlp.shared_experts"})
@@ -158,6 +160,38 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "n_group": 1,
                 "topk_group": 1,
                 "moe_intermediate_size": 1408,
+            },
+        ),
+        "minimax_m2": Family(
+            "MiniMaxM2ForCausalLM",
+            "MiniMax-M2",
+            {"qk_norm": "full"},
+            extra=minimax_m2_facts,
+            write=write_minimax_m2,
+            by_transformers=("router_jitter_noise",),
+            reads_rotary_share=True,
+            stored=StoredNames(
+                renamed={
+                    "mlp.gate.e_score_correction_bias": (
+                        "block_sparse_moe.e_score_correction_bias"
+                    ),
+                    "mlp.gate": "block_sparse_moe.gate",
+                },
+                experts=StoredExperts(
+                    prefix="block_sparse_moe.experts",
+                    modules={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+                ),
+            ),
+            defaults={
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+                "max_position_embeddings": 196608,
+                "rms_norm_eps": 1e-6,
+                "hidden_act": "silu",
+                "rope_theta": 5e6,
+                "num_local_experts": 256,
+                "num_experts_per_tok": 8,
+                "router_aux_loss_coef": 0.001,
             },
         ),
     }
