@@ -55,6 +55,10 @@ SHAPES = [
     "granite-moe",
     "glm4-moe",
     "dots1",
+    "qwen2-moe",
+    "qwen3.5-moe",
+    "lfm2-moe",
+    "ernie4.5-moe",
 ]
 MIXTURE = ModelConfig(
     vocab_size=61,
@@ -85,7 +89,7 @@ MIXTURES = [
     Experts(count=5, per_token=5, width=128, shared_width=64, shared_gate=True),
     Experts(count=5, per_token=1, width=64, shared_width=128, layers=(True, False)),
     Experts(count=6, per_token=2, width=64, bias=True, clamp=0.5, softmax_of_chosen=True),
-    Experts(count=6, per_token=2, width=64, normalize=True),
+    Experts(count=6, per_token=2, width=64, normalize=True, clamps_sum=True, least_sum=0.9),
 ]
 ACTIVATION = ("relu2", "silu", "silu", "silu", "silu", "silu", "gelu")
 COLD = Sampling(max_new_tokens=12, temperature=0.0)
@@ -102,12 +106,14 @@ def load_wide(
     prefix, settings = CASES[case]
     sizes = dict(hidden_size=64, intermediate_size=128, head_dim=16)
     sizes = dict(n_embd=64, n_inner=128) if prefix == "GPT2" else sizes
-    if prefix == "Qwen3_5":
+    if "linear_key_head_dim" in settings or prefix == "Qwen3_5":
         sizes |= dict(linear_key_head_dim=16, linear_value_head_dim=48)
-    if prefix == "Lfm2":
+    if prefix.startswith("Lfm2"):
         sizes |= dict(block_auto_adjust_ff_dim=False)
     if "moe_intermediate_size" in settings:
         sizes |= dict(moe_intermediate_size=64)
+    if "shared_expert_intermediate_size" in settings:
+        sizes |= dict(shared_expert_intermediate_size=64)
     if prefix == "Dots1":
         sizes |= dict(sliding_window=8)  # a step appends no tokens that push each other out
     monkeypatch.setitem(CASES, case, (prefix, settings | sizes | sizes_of_case))
@@ -199,7 +205,8 @@ def test_every_kind_of_router_and_experts_gives_the_logits_of_the_decoder(number
 
 def test_no_fact_of_experts_is_unknown_to_the_step() -> None:
     """A new one must be computed by `step.cpp`, or refused there."""
-    known = set(COMPUTED_FACTS) | {"layers", "balance", "float32_router"}
+    refused = {"normed_router", "own_norms"}
+    known = set(COMPUTED_FACTS) | refused | {"layers", "balance", "float32_router"}
     assert {field.name for field in fields(Experts)} == known
 
 
@@ -330,6 +337,11 @@ def test_a_model_that_the_step_cannot_compute_is_refused_by_name(
     adapt(decoder, Lora(kind="lora", rank=8, target_modules=["all-linear"]))
     with pytest.raises(Uncompiled, match=r"experts\.lora"):
         CompiledStep(decoder)
+    for fact in ("normed_router", "own_norms"):
+        experts = replace(MIXTURES[-1], **{fact: True})
+        placed = replace(MIXTURE, experts=experts, norm_placement="both")
+        with pytest.raises(Uncompiled, match="norms"):
+            CompiledStep(fresh_decoder(placed, seed=0))
     monkeypatch.setattr(compiled_step, "LEAST", 0)
     monkeypatch.setenv("PATH", str(tmp_path))
     compiled_step._built.cache_clear()

@@ -46,12 +46,13 @@ MIXERS = ("attention", "delta_net", "short_convolution")
 QUERY_NORMS = ("none", "head", "rotated_head", "full")
 # Facts of `Experts` that the structure has by the same names, and all that the code computes.
 NUMBERS_OF_EXPERTS = (
-    *("count", "per_token", "width", "softmax_of_chosen", "normalize", "groups"),
-    *("groups_per_token", "best_of_group", "least_sum", "weight_scale", "slope"),
+    *("count", "per_token", "width", "softmax_of_chosen", "normalize", "clamps_sum"),
+    *("groups", "groups_per_token", "best_of_group", "least_sum", "weight_scale", "slope"),
 )
 COMPUTED_FACTS = (
     *NUMBERS_OF_EXPERTS,
-    *("scores", "choice_bias", "bias", "clamp", "shared_width", "shared_gate"),
+    *("scores", "choice_bias", "boxed_choice_bias", "bias", "clamp"),
+    *("shared_width", "shared_gate"),
 )
 # Modules other than linear maps that the code computes.
 SUPPORTED_MODULES = (
@@ -110,7 +111,7 @@ class _Mixture(Structure):
         *((name, _Matrix) for name in ("router", "gate_up", "down", "shared_gate")),
         ("choice_bias", c_void_p),
         *((name, c_int64) for name in ("count", "per_token", "width", "gated", "sigmoid")),
-        *((name, c_int64) for name in ("softmax_of_chosen", "normalize", "groups")),
+        *((name, c_int64) for name in ("softmax_of_chosen", "normalize", "clamps_sum", "groups")),
         *((name, c_int64) for name in ("groups_per_token", "best_of_group", "clamped")),
         *((name, c_float) for name in ("least_sum", "weight_scale", "clamp", "slope")),
     )
@@ -550,6 +551,8 @@ def _unsupported(decoder: Decoder) -> str | None:
         return "its positions depend on a text's length"
     if config.latent_attention is not None:
         return "its keys are made of a latent vector"
+    if config.experts is not None and (config.experts.normed_router or config.experts.own_norms):
+        return "its router or experts have norms of their own"
     # The code reads a matrix in full cache lines, and a head in full vectors.
     for layer in layers(config):
         if layer.keys_of is not None or layer.lends_keys or layer.keys_are_values:
@@ -582,6 +585,8 @@ def _unsupported(decoder: Decoder) -> str | None:
             is_supported = module.base == "int8" and module.inputs % WEIGHTS_BLOCK == 0
         elif isinstance(module, nn.Linear):
             is_supported = type(module) is nn.Linear and module.weight.dtype in KINDS
+        elif isinstance(module, ExpertMLPs) and module.exchange is not None:
+            return "its experts are divided among ranks"
         elif isinstance(module, Router | ExpertMLPs):
             is_supported = all(parameter.dtype in KINDS for parameter in module.parameters())
         else:

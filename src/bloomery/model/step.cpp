@@ -49,7 +49,7 @@ struct Matrix {  // weight [outputs, inputs]; LoRA adds B A, whose rank is a mul
 struct Mixture {
     Matrix router, gate_up, down, shared_gate;  // gate_up and down: of the first expert; the others follow
     const float *choice_bias;  // [count], added to scores for the choice alone
-    Long count, per_token, width, gated, sigmoid, softmax_of_chosen, normalize;
+    Long count, per_token, width, gated, sigmoid, softmax_of_chosen, normalize, clamps_sum;
     Long groups, groups_per_token, best_of_group, clamped;
     float least_sum, weight_scale, clamp, slope;
 };
@@ -560,8 +560,9 @@ static void choose(const Mixture &m, const float *logits, Long *experts, float *
     best_of(numbers.data(), m.count, m.per_token, experts);
     for (Long k = 0; k < m.per_token; k++) weights[k] = (m.softmax_of_chosen ? logits : scores.data())[experts[k]];
     if (m.softmax_of_chosen) softmax(weights, m.per_token);
-    float whole = m.least_sum;
+    float whole = 0.0f;
     for (Long k = 0; k < m.per_token; k++) whole += weights[k];
+    whole = m.clamps_sum ? std::max(whole, m.least_sum) : whole + m.least_sum;
     for (Long k = 0; k < m.per_token; k++) weights[k] = (m.normalize ? weights[k] / whole : weights[k]) * m.weight_scale;
 }
 
