@@ -15,6 +15,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+import tiny_models
 import torch
 from click.testing import CliRunner
 from gguf_graph_oracle import check_gguf
@@ -49,6 +50,32 @@ FITTING = {
     "qwen3.5": {
         "layer_types": ["linear_attention", "full_attention"] * 2,
         "linear_value_head_dim": 8,
+    },
+    "qwen3-moe": {"mlp_only_layers": []},
+    "qwen2-moe": {"mlp_only_layers": [], "use_sliding_window": False},
+    "olmoe": {"num_key_value_heads": 4},
+    "gpt-oss": {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "sliding_window": 128},
+    "qwen3-next": {
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_value_head_dim": 8,
+        "mlp_only_layers": [],
+    },
+    "qwen3.5-moe": {
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_value_head_dim": 8,
+    },
+    "lfm2-moe": {"routed_scaling_factor": 1.0},
+    "deepseek-v3": {
+        "rope_parameters": tiny_models.YARN | {"mscale": 0.8, "mscale_all_dim": 0.8},
+    },
+    "deepseek-v2": {"topk_method": "greedy", "attention_bias": False},
+    "glm4-moe-lite": {"rope_interleave": True},
+    "glm4-moe": {"norm_topk_prob": True},
+    "dots1": {
+        "num_key_value_heads": 4,
+        "head_dim": 12,
+        "sliding_window": None,
+        "layer_types": ["full_attention"] * 4,
     },
 }
 EXPORTED = ["gpt2", "llama3-gqa-tied", "gemma2", "qwen3", "lfm2", "granite", "ministral3"]
@@ -126,10 +153,14 @@ def test_every_family_computes_the_same_and_comes_back_whole(case: str, tmp_path
 
 
 # Their graphs are compared with llama.cpp itself (`test_gguf_xllamacpp.py`).
-OTHERS = ["cohere2", "glm4", "nemotron", "stablelm-parallel", "qwen3.5", "gemma4-e2b"]
+OTHERS = [
+    *("cohere2", "glm4", "nemotron", "stablelm-parallel", "qwen3.5", "gemma4-e2b"),
+    *("qwen3-moe", "gpt-oss", "qwen3-next", "deepseek-v3", "gemma4-26b-a4b"),
+]
 OTHERS_ALSO = (
     "gemma4-e4b gemma4-31b gemma4-12b cohere hunyuan jais2 stablelm exaone4-full seed-oss arcee ernie4.5"
-    " starcoder2 glm"
+    " starcoder2 glm mixtral olmoe qwen2-moe granite-moe granite4-moe lfm2-moe qwen3.5-moe ernie4.5-moe"
+    " deepseek-v2 glm4-moe-lite glm4-moe dots1"
 ).split()
 
 

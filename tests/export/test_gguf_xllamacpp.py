@@ -5,6 +5,7 @@ from typing import Any
 
 import httpx
 import pytest
+import tiny_models
 import torch
 from gguf_models import saved_case, saved_gemma4_pieces, tokens
 from safetensors.torch import load_file, save_file
@@ -21,13 +22,36 @@ CASES = (
     "llama-yarn olmo3 ministral3 granite granite4 lfm2 hunyuan cohere cohere2 glm glm4 nemotron jais2 stablelm"
     " stablelm-parallel exaone4-full seed-oss arcee ernie4.5 starcoder2 exaone4 qwen3.5"
     " gemma4-e2b gemma4-e2b-small-gates gemma4-e4b gemma4-31b gemma4-12b"
+    " qwen3-moe mixtral olmoe qwen2-moe gpt-oss granite-moe granite4-moe lfm2-moe qwen3-next qwen3.5-moe"
+    " ernie4.5-moe deepseek-v3 deepseek-v2 glm4-moe-lite glm4-moe dots1 gemma4-26b-a4b"
 ).split()
+DEEPSEEK_YARN = tiny_models.YARN | {"mscale": 0.8, "mscale_all_dim": 0.8}
+HYBRID = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_value_head_dim": 32,
+    "linear_key_head_dim": 32,
+}
 FITTING = {  # what their graphs need
-    "qwen3.5": {
-        "layer_types": ["linear_attention", "full_attention"] * 2,
-        "linear_value_head_dim": 32,
-        "linear_key_head_dim": 32,
+    "qwen3-moe": {"mlp_only_layers": []},
+    "qwen2-moe": {"mlp_only_layers": [], "use_sliding_window": False},
+    "olmoe": {"num_key_value_heads": 4},
+    "gpt-oss": {
+        "swiglu_limit": 7.0,
+        "swiglu_alpha": 1.702,
+        "rope_parameters": tiny_models.YARN | {"rope_theta": 15e4},
     },
+    "qwen3-next": HYBRID | {"mlp_only_layers": []},
+    "qwen3.5-moe": HYBRID,
+    "lfm2-moe": {"routed_scaling_factor": 1.0},
+    "deepseek-v3": {"rope_parameters": DEEPSEEK_YARN},
+    "deepseek-v2": {"topk_method": "greedy", "attention_bias": False},
+    "glm4-moe-lite": {"rope_interleave": True, "rms_norm_eps": 1e-6},
+    "dots1": {
+        "num_key_value_heads": 4,
+        "sliding_window": None,
+        "layer_types": ["full_attention"] * 4,
+    },
+    "qwen3.5": HYBRID,
     "seed-oss": {"attention_out_bias": False},
     "arcee": {"mlp_bias": False},
     "ernie4.5": {"use_bias": False},
@@ -39,7 +63,7 @@ FITTING = {  # what their graphs need
 # Of a log-probability; ggml takes GELU from a table in float16.
 LIMITS = {"starcoder2": 3e-3, "gemma4-e2b-small-gates": 2e-2}
 # Their gates are so large that GELU is x or 0, which no table rounds; norms take the size away again.
-LARGE_GATES = ("gemma4-e2b", "gemma4-e4b", "gemma4-31b", "gemma4-12b")
+LARGE_GATES = ("gemma4-26b-a4b", "gemma4-e2b", "gemma4-e4b", "gemma4-31b", "gemma4-12b")
 CONTEXT = 128
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": CONTEXT}
 
@@ -65,6 +89,8 @@ def enlarge_gates(folder: Path) -> None:
     for name, weight in weights.items():
         if name.endswith(("gate_proj.weight", "per_layer_input_gate.weight")):
             weight *= 2**20
+        if name.endswith("experts.gate_up_proj"):
+            weight[:, : weight.shape[1] // 2] *= 2**20
     save_file(weights, path, {"format": "pt"})
 
 

@@ -29,6 +29,7 @@ from bloomery.data.tokenizer.templates import own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.export import K_TYPES
 from bloomery.export.card import license_of
+from bloomery.export.gguf_experts import describe_experts, mlp_width
 from bloomery.export.gguf_format import (
     ALIGNMENT,
     ELSEWHERE,
@@ -49,8 +50,8 @@ from bloomery.export.gguf_format import (
 )
 from bloomery.export.layouts import Exported, draft_of, merged_state, open_merged
 from bloomery.export.verify import verify_gguf
-from bloomery.facts.config import DeltaNet, ModelConfig
-from bloomery.facts.counting import is_in_layer, layers, parameter_shapes, smallest_window
+from bloomery.facts.config import DeltaNet, LatentAttention, ModelConfig
+from bloomery.facts.counting import is_in_layer, layers, smallest_window, unstacked_shapes
 from bloomery.facts.hf_config import config_to_hf
 from bloomery.infer.load import Use
 from bloomery.infer.model_folder import ModelFiles
@@ -60,7 +61,7 @@ from bloomery.model.adapters.settings import base_of, has_stacks, read_settings
 from bloomery.model.configs import read_config
 from bloomery.model.io.safetensors import TensorReader
 from bloomery.model.io.stored import tensor_locations
-from bloomery.model.io.weights import StoredModel, load_decoder
+from bloomery.model.io.weights import StoredModel, load_decoder, parts_of_stacks
 from bloomery.model.rope import table_scale
 
 # Metadata
@@ -72,16 +73,23 @@ def _describe_model(writer: Any, config: ModelConfig, library: Any) -> None:
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_layers)
     first_layer = first_with_heads(config)
-    mlp_widths = [layer.intermediate_size for layer in layers(config)]
-    has_one_width = len(set(mlp_widths)) == 1
-    writer.add_feed_forward_length(mlp_widths[0] if has_one_width else mlp_widths)
+    graph = supported_graph(config)
+    if config.experts is not None and graph.experts is not None:
+        writer.add_feed_forward_length(mlp_width(config, graph.experts))
+        describe_experts(writer, config, graph.experts)
+    else:
+        mlp_widths = [layer.intermediate_size for layer in layers(config)]
+        has_one_width = len(set(mlp_widths)) == 1
+        writer.add_feed_forward_length(mlp_widths[0] if has_one_width else mlp_widths)
     writer.add_head_count(first_layer.num_heads)
     heads_by_layer = [layer.num_kv_heads for layer in layers(config)]
-    graph = supported_graph(config)
     is_hybrid = len(set(heads_by_layer)) > 1 and not graph.has_delta_nets
-    writer.add_head_count_kv(heads_by_layer if is_hybrid else first_layer.num_kv_heads)
-    writer.add_key_length(first_layer.head_dim)
-    writer.add_value_length(first_layer.head_dim)
+    if config.latent_attention is not None:
+        _describe_latent(writer, config.latent_attention)
+    else:
+        writer.add_head_count_kv(heads_by_layer if is_hybrid else first_layer.num_kv_heads)
+        writer.add_key_length(first_layer.head_dim)
+        writer.add_value_length(first_layer.head_dim)
     writer.add_vocab_size(config.vocab_size)
     if config.norm.startswith("layer"):
         writer.add_layer_norm_eps(config.norm_eps)
@@ -132,13 +140,31 @@ def _describe_model(writer: Any, config: ModelConfig, library: Any) -> None:
         writer.add_rope_scaling_orig_ctx_len(original_context)
         writer.add_rope_scaling_yarn_beta_fast(scaling.beta_fast)
         writer.add_rope_scaling_yarn_beta_slow(scaling.beta_slow)
-        if scaling.attention_factor is not None:  # llama.cpp multiplies it by YaRN's own
+        if not scaling.truncate:
+            writer.add_bool(f"{writer.arch}.rope.scaling.yarn_truncate", False)
+        if scaling.mscale_all_dim is not None and config.latent_attention is not None:
+            # A tenth of it, as llama.cpp's conversion writes it: it divides by 0.1.
+            writer.add_rope_scaling_yarn_log_mul(0.1 * scaling.mscale_all_dim)
+        elif scaling.attention_factor is not None:  # llama.cpp multiplies it by YaRN's own
             own_factor = 0.1 * math.log(scaling.factor) + 1.0
             writer.add_rope_scaling_attn_factors(scaling.attention_factor / own_factor)
     elif scaling.kind == "longrope":
         writer.add_rope_scaling_type(library.RopeScalingType.LONGROPE)
         writer.add_rope_scaling_orig_ctx_len(original_context)
         writer.add_rope_scaling_attn_factors(table_scale(config, scaling))
+
+
+def _describe_latent(writer: Any, latent: LatentAttention) -> None:
+    """llama.cpp multiplies the matrices of keys and values into those around them: all heads then share one key, the
+    vector of the latent with the part that rotates.
+    """
+    writer.add_head_count_kv(1)
+    writer.add_key_length(latent.rank + latent.rotary_width)
+    writer.add_value_length(latent.rank)
+    writer.add_key_length_mla(latent.plain_width + latent.rotary_width)
+    writer.add_value_length_mla(latent.value_width)
+    writer.add_kv_lora_rank(latent.rank)
+    writer.add_q_lora_rank(latent.query_rank or 0)  # required, and 0 where queries have one matrix
 
 
 def _describe_windows(writer: Any, config: ModelConfig) -> None:
@@ -247,7 +273,8 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class ParameterSource:
-    """A model to export, read by `parameter(name)` or a few `rows(name)` at a time, in any float dtype.
+    """A model to export, read by `parameter(name)` or a few `rows(name)` at a time, in any float dtype; of stacks of
+    experts by the names of their parts (`counting.expert_parts`).
 
     Rows may only be read until the next are taken.
     """
@@ -273,12 +300,14 @@ def open_source(files: ModelFiles, use: Use) -> Iterator[ParameterSource]:
             merged = open_merged(files.weights, files.base, torch.float32, use.device)
             read_parameter, config = stack.enter_context(merged)
             _refuse(config, files.weights)
-            yield ParameterSource(config, lambda name: iter((read_parameter(name).cpu(),)))
+            read_part = parts_of_stacks(read_parameter, config)
+            yield ParameterSource(config, lambda name: iter((read_part(name).cpu(),)))
         else:
             decoder = load_decoder(files.weights, base=files.base, dtype=torch.float32)
             _refuse(decoder.config, files.base)
             state = merged_state(decoder, torch.float32)
-            yield ParameterSource(decoder.config, lambda name: iter((state[name],)))
+            state_part = parts_of_stacks(state.__getitem__, decoder.config)
+            yield ParameterSource(decoder.config, lambda name: iter((state_part(name),)))
 
 
 def _refuse(config: ModelConfig, where: Path) -> None:
@@ -289,8 +318,8 @@ def _refuse(config: ModelConfig, where: Path) -> None:
 def _stored_rows(stored: StoredModel, name: str) -> Iterator[Tensor]:
     """A parameter, a few rows at a time as they are stored; of those that are stored transposed, all in float32."""
     location = stored.locations[name]
-    shape = parameter_shapes(stored.config)[name]
-    if len(shape) > 1 and not location.transposed:
+    shape = unstacked_shapes(stored.config)[name]
+    if len(shape) > 1 and not location.transposed and not location.stacked:
         pieces = stored.reader.pieces(
             stored.tensors[name], location.first, shape[0], device=torch.device("cpu")
         )
@@ -484,6 +513,8 @@ def export_gguf_adapter(files: ModelFiles, out: Path, *, kind: str = "f16") -> E
     features += ["new tokens"] if config.vocab_size != base.vocab_size else []
     if any(not is_in_layer(module) for module in adaptation.pairs):
         features += ["matrices for per_layer_model_projection, where it adds none"]
+    if not supported_graph(base).takes_adapters:
+        features += ["matrices of latent attention, where it adds none"]
     features += changes_of_base(adaptation)
     if features:
         problem = (

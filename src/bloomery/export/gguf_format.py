@@ -16,10 +16,14 @@ from torch import Tensor
 from bloomery.core.errors import UserError
 from bloomery.core.extras import install_extra
 from bloomery.export import K_TYPES
+from bloomery.export.gguf_experts import ROUTER_TENSOR, expert_problem, stacked_parts
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import (
+    LATENT_EPS,
     Layer,
+    Shape,
     attention_layers,
+    is_expert_stack,
     layers,
     parameter_shapes,
     smallest_window,
@@ -43,7 +47,12 @@ FINER = ("token_embd.weight", "output.weight", "per_layer_token_embd.weight")
 # The factor that llama.cpp divides a frequency by where a pair of numbers does not turn, as its conversion writes it.
 NOT_TURNING = 1e30
 # Matrices that llama.cpp reads in float32 alone.
-KEPT = ("position_embd.weight", ".shortconv.conv.weight", ".ssm_conv1d.weight")
+KEPT = (
+    "position_embd.weight",
+    ".shortconv.conv.weight",
+    ".ssm_conv1d.weight",
+    f".{ROUTER_TENSOR}.weight",
+)
 ELSEWHERE = "export it with --to hf, which transformers and vLLM run"
 Array = np.ndarray[Any, Any]
 
@@ -63,7 +72,9 @@ def gguf_library() -> Any:
 def graph_of(config: ModelConfig) -> GgufGraph | None:
     """The graph of llama.cpp that computes the config's family; None where none is known."""
     family = FAMILIES.get(config.family)
-    return None if family is None or config.transformers_backend is not None else family.gguf
+    if family is None or config.transformers_backend is not None:
+        return None
+    return family.gguf if config.experts is None else family.gguf_mixture or family.gguf
 
 
 def supported_graph(config: ModelConfig) -> GgufGraph:
@@ -90,6 +101,8 @@ def unsupported(config: ModelConfig) -> str | None:
         value = getattr(config, fact)
         if fact not in architecture.free and value != graph_value:
             return f"{graph} computes {fact} {graph_value!r}, and the model has {value!r}"
+    if (problem := expert_problem(config, architecture)) is not None:
+        return f"{graph} {problem}"
     if architecture.states_windows:
         if (problem := _other_windows(config)) is not None:
             return f"{graph} {problem}"
@@ -103,6 +116,12 @@ def unsupported(config: ModelConfig) -> str | None:
     sizes = config.delta_net
     if sizes is not None and sizes.key_head_dim != sizes.value_head_dim:
         return f"{graph} has values as wide as keys in delta nets, and the model has not"
+    if sizes is not None and sizes.projections != architecture.delta_projections:
+        return f"{graph} has other projections of delta nets than the model"
+    if architecture.own_keys and first_layer.num_kv_heads != first_layer.num_heads:
+        return f"{graph} has keys for each head, and the model has {first_layer.num_kv_heads}"
+    if config.latent_attention is not None and (problem := _other_latent(config)) is not None:
+        return f"{graph} {problem}"
     if architecture.full_width and first_layer.query_width != config.hidden_size:
         return (
             f"{graph} needs heads of {config.hidden_size} numbers together, and the model has "
@@ -112,7 +131,8 @@ def unsupported(config: ModelConfig) -> str | None:
     is_proportional = scaling is not None and scaling.kind == "proportional"
     if scaling is not None and is_proportional != architecture.states_windows:
         return f"{graph} has no {scaling.kind} RoPE scaling"
-    if scaling is not None and scaling.kind == "yarn" and not scaling.truncate:
+    is_unrounded = scaling is not None and scaling.kind == "yarn" and not scaling.truncate
+    if is_unrounded and not architecture.rounds_yarn:
         return f"{graph} rounds YaRN's limits (truncate), and the model does not"
     if (growth := config.query_scale) is not None and (
         scaling is None or scaling.kind != "yarn" or scaling.original_max_positions != growth.every
@@ -190,6 +210,26 @@ def _other_windows(config: ModelConfig) -> str | None:
     return None
 
 
+# Layers of models in which llama.cpp takes queries for made of one matrix, and their vocabulary where it asks for it.
+_LITE_MODELS = ((26, None), (27, None), (48, 128256))
+
+
+def _other_latent(config: ModelConfig) -> str | None:
+    """What the graph of latent attention computes, where the model differs from it; or None."""
+    latent = config.latent_attention
+    assert latent is not None
+    sizes = ((config.num_layers, None), (config.num_layers, config.vocab_size))
+    if latent.query_rank is not None and any(size in _LITE_MODELS for size in sizes):
+        return f"makes queries by one matrix in models of {config.num_layers} layers, and the model by two"
+    scaling = config.rope_scaling
+    if scaling is None:
+        return None
+    factor = scaling.attention_factor
+    if scaling.kind != "yarn" or scaling.mscale_all_dim is None or factor is None or factor != 1.0:
+        return "scales scores by YaRN's mscale_all_dim, and mscale must be the same number"
+    return None
+
+
 def attention_interval(config: ModelConfig) -> int | None:
     """n, where each n-th layer has attention and all others a delta net; None where that is not so."""
     interval = 1 + next(
@@ -232,11 +272,21 @@ def graph_differences(config: ModelConfig, description: Mapping[str, Any]) -> tu
             f"llama.cpp has no dynamic RoPE scaling: texts above {config.max_positions:,} tokens "
             "differ"
         )
+    if scaling is not None and scaling.kind == "yarn" and not scaling.truncate:
+        sentences.append(
+            "llama.cpp rounds the limits of YaRN, which this model does not (truncate): frequencies "
+            "between them differ by some percent"
+        )
     if scaling is not None and scaling.kind == "longrope":
         limit = scaling.original_max_positions or config.max_positions
         sentences.append(
             "llama.cpp chooses LongRoPE's factors by its context size: run it with -c "
             f"{limit} for short texts"
+        )
+    if config.latent_attention is not None and config.norm_eps != LATENT_EPS:
+        sentences.append(
+            f"llama.cpp adds {config.norm_eps:g} in the norms inside latent attention, this model "
+            f"{LATENT_EPS:g}"
         )
     if composes(description):
         sentences.append(
@@ -280,11 +330,46 @@ class ValueHeads:
 
 
 @dataclass(frozen=True)
+class HeadRows:
+    """Which rows of a matrix a tensor has, of one that two tensors share: `slices`, each the first of some rows and how
+    many, of each of the `heads` groups of `rows` rows; those of a slice of all heads come before the next slice.
+
+    `turned`: rows and inputs of each head change places.
+    """
+
+    heads: int
+    rows: int
+    slices: tuple[tuple[int, int], ...]
+    turned: bool = False
+
+    def apply(self, matrix: Tensor, *, undo: bool = False) -> Tensor:
+        """`undo`: the matrix with 0 in all other rows."""
+        if undo:
+            return self._scattered(matrix)
+        heads = matrix.unflatten(0, (self.heads, self.rows))
+        slices = (heads[:, first : first + count] for first, count in self.slices)
+        return torch.cat(
+            [(part.transpose(1, 2) if self.turned else part).flatten(0, 1) for part in slices]
+        )
+
+    def _scattered(self, rows: Tensor) -> Tensor:
+        if self.turned:
+            rows = rows.unflatten(0, (self.heads, -1)).transpose(1, 2).flatten(0, 1)
+        matrix = rows.new_zeros(self.heads, self.rows, rows.shape[1])
+        counts = [self.heads * count for _, count in self.slices]
+        for (first, count), part in zip(self.slices, rows.split(counts), strict=True):
+            matrix[:, first : first + count] = part.unflatten(0, (self.heads, count))
+        return matrix.flatten(0, 1)
+
+
+@dataclass(frozen=True)
 class GgufTensor:
-    """A tensor of the file. `parts`: our parameters, one below the other; empty for one that is computed.
+    """A tensor of the file. `parts`: our parameters, or parts of stacks of experts, one below the other; empty for one
+    that is computed.
 
     `heads`: of q or k, whose rows are interleaved; 0: they are in the same order. `shift` is added to each number.
-    `value_heads`: of a delta net, which have another order. `is_decay`: the file has -exp of each number.
+    `value_heads`: of a delta net, which have another order. `is_decay`: the file has -exp of each number. `head_rows`:
+    the tensor has some rows of its part alone.
     """
 
     name: str
@@ -294,12 +379,24 @@ class GgufTensor:
     shift: float = 0.0
     value_heads: ValueHeads | None = None
     is_decay: bool = False
+    head_rows: HeadRows | None = None
 
     @property
     def moves_rows(self) -> bool:
         """Whether rows have another order in the file."""
+        if self.head_rows is not None:
+            return True
         has_columns = self.value_heads is not None and self.value_heads.in_columns
         return self.heads > 0 or (self.value_heads is not None and not has_columns)
+
+    def as_rows(self, values: Tensor) -> Tensor:
+        """Some numbers of the tensor as rows of it: a bias of one expert is a row, and a vector has none."""
+        return values.reshape(-1, *self.row_shape)
+
+    @property
+    def row_shape(self) -> Shape:
+        """Of a row in the file; of a vector ()."""
+        return self.shape[-1:] if len(self.shape) > 1 else ()
 
     def apply_to_pair(self, A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
         """LoRA's matrices of this one: what moves its columns moves A's, all else is done to B."""
@@ -314,6 +411,8 @@ class GgufTensor:
         """
         if rows.ndim == 3:  # a convolution of each number by itself: the file leaves out the 1
             rows = rows.squeeze(1)
+        if self.head_rows is not None:
+            rows = self.head_rows.apply(rows, undo=undo)
         if self.heads:
             half = rows.shape[0] // self.heads // 2
             order = (self.heads, half, 2) if undo else (self.heads, 2, half)
@@ -337,6 +436,17 @@ def gguf_tensors(config: ModelConfig) -> tuple[GgufTensor, ...]:
     for name, shape in shapes.items():
         module, _, kind = name.rpartition(".")
         number, _, inner = name.removeprefix("model.layers.").partition(".")
+        if is_expert_stack(name):
+            assert graph.experts is not None, "`unsupported` refuses experts of other graphs"
+            for target, stack_parts in stacked_parts(name, shape, graph.experts):
+                stack = f"blk.{number}.{target}"
+                rows = sum(part.rows for part in stack_parts) // shape[0]
+                names = tuple(part.name for part in stack_parts)
+                pieces[stack] = GgufTensor(stack, names, (shape[0], rows, *shape[2:]))
+            continue
+        if shared_pieces := _shared_pieces(config, number, name, inner):
+            pieces |= {piece.name: piece for piece in shared_pieces}
+            continue
         if module in OUTER_TENSORS:
             prefix = ""
             target = graph.renamed.get(module, OUTER_TENSORS[module])
@@ -349,7 +459,8 @@ def gguf_tensors(config: ModelConfig) -> tuple[GgufTensor, ...]:
                 pieces[bare] = GgufTensor(
                     bare,
                     (name,),
-                    shape,
+                    # the choice bias of ERNIE is a matrix of one row
+                    shape[-1:],
                     value_heads=_value_heads(config, target),
                     is_decay=kind == "A_log",
                 )
@@ -384,8 +495,11 @@ def gguf_tensors(config: ModelConfig) -> tuple[GgufTensor, ...]:
         )
         tensor = f"{prefix}{target}.{kind}"
         inner_shape = shape[2:] if len(shape) == 3 else shape[1:]
+        file_shape = (num_rows, *inner_shape)
+        if target.endswith("_shexp") and num_rows == 1:  # the gate of a shared expert
+            file_shape = inner_shape
         order = _value_heads(config, target)
-        piece = GgufTensor(tensor, parts, (num_rows, *inner_shape), heads, shift, order)
+        piece = GgufTensor(tensor, parts, file_shape, heads, shift, order)
         pieces.setdefault(tensor, piece)
     if graph.has_own_head and config.tie_embeddings:
         embedding = "model.embed_tokens.weight"
@@ -397,6 +511,8 @@ def _value_heads(config: ModelConfig, target: str) -> ValueHeads | None:
     """Where a tensor of a delta net has its value heads; None: nowhere, or their order is the same."""
     sizes = config.delta_net
     if sizes is None or sizes.num_key_heads == sizes.num_value_heads:
+        return None
+    if not supported_graph(config).repeats_keys:
         return None
     per_key = sizes.num_value_heads // sizes.num_key_heads
 
@@ -413,6 +529,42 @@ def _value_heads(config: ModelConfig, target: str) -> ValueHeads | None:
         "ssm_a": heads(1),
         "ssm_out": heads(sizes.value_head_dim, in_columns=True),
     }.get(target)
+
+
+def _shared_pieces(
+    config: ModelConfig, number: str, name: str, inner: str
+) -> tuple[GgufTensor, ...]:
+    """The tensors among which the file divides a matrix; of most parameters none."""
+    latent = config.latent_attention
+    if inner == "self_attn.kv_b_proj.weight" and latent is not None:
+        heads = layers(config)[int(number)].num_heads
+        plain, value = latent.plain_width, latent.value_width
+        keys = HeadRows(heads, plain + value, ((0, plain),), turned=True)
+        values = HeadRows(heads, plain + value, ((plain, value),))
+        return (
+            _divided(number, "attn_k_b", name, keys, (heads, latent.rank, plain)),
+            _divided(number, "attn_v_b", name, values, (heads, value, latent.rank)),
+        )
+    sizes = config.delta_net
+    if inner == "linear_attn.in_proj_qkvz.weight" and sizes is not None:
+        heads = sizes.num_key_heads
+        key = sizes.key_head_dim
+        value = sizes.value_width // heads
+        rows = 2 * (key + value)
+        queries_keys_values = HeadRows(heads, rows, ((0, key), (key, key), (2 * key, value)))
+        gate = HeadRows(heads, rows, ((2 * key + value, value),))
+        inputs = config.hidden_size
+        return (
+            _divided(
+                number, "attn_qkv", name, queries_keys_values, (heads * (2 * key + value), inputs)
+            ),
+            _divided(number, "attn_gate", name, gate, (heads * value, inputs)),
+        )
+    return ()
+
+
+def _divided(number: str, target: str, name: str, rows: HeadRows, shape: Shape) -> GgufTensor:
+    return GgufTensor(f"blk.{number}.{target}.weight", (name,), shape, head_rows=rows)
 
 
 def computed_tensors(config: ModelConfig) -> dict[str, Array]:
@@ -439,10 +591,10 @@ def computed_tensors(config: ModelConfig) -> dict[str, Array]:
 
 
 def type_of(name: str, shape: tuple[int, ...], kind: str) -> str:
-    """The type of one tensor: vectors, positions and convolutions stay float32; rows that are no multiple of a block
-    are f16.
+    """The type of one tensor: vectors, biases, positions, convolutions and routers stay float32; rows that are no
+    multiple of a block are f16.
     """
-    if len(shape) == 1 or name.endswith(KEPT):
+    if len(shape) == 1 or name.endswith((*KEPT, ".bias")):
         return "f32"
     if kind in ("q8_0", "q4_0"):
         if shape[-1] % BLOCK:
@@ -459,7 +611,7 @@ def fallbacks(config: ModelConfig, kind: str) -> Iterator[str]:
     widths = [
         piece.shape[-1]
         for piece in gguf_tensors(config)
-        if len(piece.shape) > 1 and not piece.name.endswith(KEPT)
+        if len(piece.shape) > 1 and not piece.name.endswith((*KEPT, ".bias"))
     ]
     count = sum(width % block != 0 for width in widths)
     if count:

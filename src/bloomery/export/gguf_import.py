@@ -9,7 +9,7 @@ import mmap
 import re
 import struct
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
@@ -23,6 +23,7 @@ from bloomery.core.files import open_input
 from bloomery.data.tokenizer.roles import added_around
 from bloomery.data.tokenizer.sentencepiece import bpe_of_pieces
 from bloomery.data.tokenizer.tokenizer import JsonBackend, Tokenizer
+from bloomery.export.gguf_experts import expert_config, stated_weights
 from bloomery.export.gguf_format import (
     ALIGNMENT,
     CONTROL,
@@ -39,9 +40,16 @@ from bloomery.export.gguf_format import (
 )
 from bloomery.export.layouts import DTYPES, Exported, draft_of, finished_export
 from bloomery.facts.config import ModelConfig
-from bloomery.facts.counting import Rotation, layers, parameter_shapes
+from bloomery.facts.counting import (
+    Rotation,
+    expert_parts,
+    is_expert_stack,
+    layers,
+    parameter_shapes,
+)
 from bloomery.facts.families import FAMILIES
-from bloomery.facts.gguf_graphs import GgufGraph
+from bloomery.facts.family import Family
+from bloomery.facts.gguf_graphs import PLAIN_GRAPH, GgufGraph
 from bloomery.facts.hf_config import config_from_hf
 from bloomery.model.io.parameters import dtype_in
 from bloomery.model.io.weights import write_json, write_model_piecewise
@@ -77,15 +85,15 @@ class StoredGgufTensor:
     name: str
 
     def rows(self, start: int, stop: int) -> "StoredGgufTensor":
-        """Some rows of a matrix, or some numbers of a vector."""
+        """Some rows of a matrix, or of all matrices of a stack below each other, or some numbers of a vector."""
         if len(self.shape) == 1:
             bytes_per_number = len(self.data) // self.shape[0]
             data = self.data[start * bytes_per_number : stop * bytes_per_number]
             return StoredGgufTensor(
                 data, self.tensor_type, (len(data) // bytes_per_number,), self.name
             )
-        data = self.data[start:stop]
-        return StoredGgufTensor(data, self.tensor_type, (*self.shape[:-1], len(data)), self.name)
+        data = self.data.reshape(-1, self.data.shape[-1])[start:stop]
+        return StoredGgufTensor(data, self.tensor_type, (self.shape[0], len(data)), self.name)
 
 
 @final
@@ -266,8 +274,33 @@ def dequantized_tensor(block: Any) -> Tensor:
 # The config
 
 
-def _has_windows(graph: GgufGraph | None) -> bool:
-    return graph is not None and graph.window_period > 0
+def _graph_named(family: Family, name: str) -> GgufGraph:
+    graphs = (family.gguf, family.gguf_mixture)
+    return next(graph for graph in graphs if graph is not None and graph.name == name)
+
+
+def _family_of(architecture: str, names: list[str], fact: Callable[..., Any]) -> str:
+    """Of several families with one graph, the one whose models have what the file states: the first that has experts,
+    weighed as there, a window in some layers, and a shared expert, or none of them.
+    """
+    has_experts = bool(fact("expert_count"))
+    has_window = fact("attention.sliding_window") is not None
+    has_shared = fact("expert_shared_feed_forward_length") is not None
+
+    def fits(name: str) -> tuple[bool, bool, bool]:
+        graph = _graph_named(FAMILIES[name], architecture)
+        known = graph.experts
+        fits_experts = not has_experts
+        if known is not None:
+            fits_experts = stated_weights(fact, known) in known.weights
+            fits_experts = fits_experts if has_experts else known.optional
+        return (
+            fits_experts,
+            (graph.window_period > 0) == has_window,
+            (FAMILIES[name].gguf_mixture is not None) == has_shared,
+        )
+
+    return max(names, key=fits)
 
 
 def config_of(metadata: Json, tensors: Mapping[str, StoredGgufTensor], path: Path) -> ModelConfig:
@@ -277,22 +310,20 @@ def config_of(metadata: Json, tensors: Mapping[str, StoredGgufTensor], path: Pat
     # states one: it does not say more.
     names_by_graph: dict[str, list[str]] = {}
     for name, known in FAMILIES.items():
-        if known.gguf is not None:
-            names_by_graph.setdefault(known.gguf.name, []).append(name)
+        for known_graph in (known.gguf, known.gguf_mixture):
+            if known_graph is not None:
+                names_by_graph.setdefault(known_graph.name, []).append(name)
     if not isinstance(architecture, str) or architecture not in names_by_graph:
         problem = f"{str(architecture)[:40]!r} is not a supported GGUF architecture"
         fix = f"supported: {', '.join(sorted(names_by_graph))}"
         raise UserError(problem, where=str(path), fix=fix)
-    names = names_by_graph[architecture]
-    windowed = [name for name in names if _has_windows(FAMILIES[name].gguf)]
-    has_window = f"{architecture}.attention.sliding_window" in metadata
-    family_name = windowed[0] if has_window and windowed else names[0]
-    family = FAMILIES[family_name]
-    graph = family.gguf
-    assert graph is not None
 
     def fact(name: str, default: Any = None) -> Any:
         return metadata.get(f"{architecture}.{name}", default)
+
+    family_name = _family_of(architecture, names_by_graph[architecture], fact)
+    family = FAMILIES[family_name]
+    graph = _graph_named(family, architecture)
 
     # Sizes, which config_from_hf checks: until then a damaged file may state anything here.
     embedding = tensors.get("token_embd.weight")
@@ -312,6 +343,10 @@ def config_of(metadata: Json, tensors: Mapping[str, StoredGgufTensor], path: Pat
     width_per_head = hidden_size // num_heads if are_sizes else None
     head_dim = fact("attention.key_length", width_per_head)
     kv_heads = fact("attention.head_count_kv", num_heads)
+    latent_keys = _latent_config(fact) if "latent_attention" in graph.free else {}
+    if latent_keys:
+        kv_heads = num_heads
+        head_dim = latent_keys["qk_rope_head_dim"]
     heads_by_layer: list[Any] | None = None
     if "mixers" in graph.free and isinstance(kv_heads, list):  # of other layers than attention 0
         heads_by_layer = kv_heads
@@ -338,13 +373,24 @@ def config_of(metadata: Json, tensors: Mapping[str, StoredGgufTensor], path: Pat
             raw_config[hf_name] = values[name]
     for name, hf_name in family.flags.items():
         # The first fact that a key stands for decides.
-        raw_config.setdefault(hf_name, f"blk.0.{_BIASED_TENSORS[name]}.bias" in tensors)
+        shown = _BIASED_TENSORS.get(name)
+        graph_value = {**PLAIN_GRAPH, **graph.fixed}.get(name)
+        is_set = graph_value if shown is None else f"blk.0.{shown}.bias" in tensors
+        raw_config.setdefault(hf_name, is_set)
+    if "qk_norm" in graph.free:
+        raw_config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in tensors
+    if family.gguf_mixture is not None:  # Granite 4, which may also have Mamba, or not rotate
+        raw_config["position_embedding_type"] = "rope"
+        if type(num_layers) is int:
+            raw_config["layer_types"] = ["full_attention"] * min(num_layers, MOST_LAYERS)
     if heads_by_layer is not None:
         raw_config["layer_types"] = [
             "full_attention" if count else "conv" for count in heads_by_layer
         ]
     if graph.has_delta_nets:
         raw_config |= _delta_nets(fact)
+    has_choice_bias = any(name.endswith(".exp_probs_b.bias") for name in tensors)
+    raw_config |= expert_config(fact, graph, has_choice_bias=has_choice_bias) | latent_keys
     raw_config["tie_word_embeddings"] = "output.weight" not in tensors
     for role, name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         raw_config[f"{role}_token_id"] = metadata.get(f"tokenizer.ggml.{name}_token_id")
@@ -375,7 +421,8 @@ def config_of(metadata: Json, tensors: Mapping[str, StoredGgufTensor], path: Pat
     if graph.states_windows:
         raw_config |= _stated_windows(fact, tensors, path)
     elif family.facts.get("positions") != "learned":
-        raw_config |= _rope(fact, tensors, head_dim, path)
+        # llama.cpp always rounds YaRN's limits, and takes a model in which they are not for one in which they are.
+        raw_config |= _rope(fact, tensors, head_dim, path, truncates=not graph.rounds_yarn)
     if graph.plain_window_rotation and family.has_local_rope:
         plain = {"rope_type": "default", "rope_theta": raw_config["rope_theta"]}
         scaled = raw_config["rope_parameters"]
@@ -384,6 +431,20 @@ def config_of(metadata: Json, tensors: Mapping[str, StoredGgufTensor], path: Pat
         growth = {"llama_4_scaling_beta": fact("attention.temperature_scale", 0.0)}
         raw_config["rope_parameters"] |= growth
     return config_from_hf(raw_config, where=str(path))
+
+
+def _latent_config(fact: Callable[..., Any]) -> Json:
+    """The keys of config.json about multi-head latent attention."""
+    rotary_width = fact("rope.dimension_count")
+    key_width = fact("attention.key_length_mla")
+    are_sizes = type(rotary_width) is int and type(key_width) is int
+    return {
+        "q_lora_rank": fact("attention.q_lora_rank") or None,
+        "kv_lora_rank": fact("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rotary_width,
+        "qk_nope_head_dim": key_width - rotary_width if are_sizes else None,
+        "v_head_dim": fact("attention.value_length_mla"),
+    }
 
 
 def _stated_windows(fact: Any, tensors: Mapping[str, StoredGgufTensor], path: Path) -> Json:
@@ -456,7 +517,14 @@ def _delta_nets(fact: Any) -> Json:
 _BIASED_TENSORS = {"attention_bias": "attn_q", "output_bias": "attn_output", "mlp_bias": "ffn_up"}
 
 
-def _rope(fact: Any, tensors: Mapping[str, StoredGgufTensor], head_dim: Any, path: Path) -> Json:
+def _rope(
+    fact: Any,
+    tensors: Mapping[str, StoredGgufTensor],
+    head_dim: Any,
+    path: Path,
+    *,
+    truncates: bool,
+) -> Json:
     """The keys of config.json about rotary positions."""
     theta = fact("rope.freq_base", 10000.0)
     context = fact("context_length")
@@ -489,7 +557,12 @@ def _rope(fact: Any, tensors: Mapping[str, StoredGgufTensor], head_dim: Any, pat
             "original_max_position_embeddings": original_context,
             "beta_fast": fact("rope.scaling.yarn_beta_fast", 32.0),
             "beta_slow": fact("rope.scaling.yarn_beta_slow", 1.0),
+            "truncate": fact("rope.scaling.yarn_truncate", truncates),
         }
+        log_multiplier = fact("rope.scaling.yarn_log_multiplier")
+        if isinstance(log_multiplier, float):  # a tenth of it, of latent attention
+            mscale = float(f"{10 * log_multiplier:.6g}")
+            scaling |= {"mscale": mscale, "mscale_all_dim": mscale}
         # llama.cpp multiplies the stated factor by YaRN's own.
         if attention_factor is not None and isinstance(factor, float) and factor > 0:
             own_factor = 0.1 * math.log(factor) + 1.0
@@ -743,29 +816,48 @@ def import_gguf(path: Path, out: Path, *, dtype: str | None = None) -> Exported:
             f"the file has {tokenizer.vocab_size:,} tokens and embeddings of {config.vocab_size:,}"
         )
         raise UserError(problem, where=str(path), fix=_AGAIN)
-    # The tensor of each parameter; of a tied head the embedding's.
-    pieces = {name: piece for piece in reversed(gguf_tensors(config)) for name in piece.parts}
-    _refuse_other_tensors(tensors, pieces.values(), config, path)
+    # The tensors of each parameter; of a tied head the embedding.
+    pieces: dict[str, list[GgufTensor]] = {}
+    for piece in gguf_tensors(config):
+        for name in piece.parts:
+            known_pieces = pieces.setdefault(name, [])
+            if not known_pieces or piece.head_rows is not None:
+                known_pieces.append(piece)
+    needed_pieces = [piece for known_pieces in pieces.values() for piece in known_pieces]
+    _refuse_other_tensors(tensors, needed_pieces, config, path)
 
     # A tensor of the file may hold several parameters: it is dequantized once for all of them.
     kept_types = {"F32": "float32", "F16": "float16"}
-    stored_type = tensors["blk.0.ffn_down.weight"].tensor_type.name
+    stored_type = tensors[_last_matrix(config)].tensor_type.name
     target = dtype or kept_types.get(stored_type, "bfloat16")
     shapes = parameter_shapes(config)
     last_values: dict[str, Tensor] = {}
 
-    def read_parameter(name: str) -> Tensor:
-        piece = pieces[name]
+    def read_whole(piece: GgufTensor) -> Tensor:
         if piece.name not in last_values:
             last_values.clear()
             last_values[piece.name] = piece.apply(
-                dequantized_tensor(tensors[piece.name]), undo=True
+                dequantized_tensor(tensors[piece.name]).reshape(-1, *piece.row_shape), undo=True
             )
-        parts = last_values[piece.name].split([shapes[part][0] for part in piece.parts])
-        part = parts[piece.parts.index(name)].reshape(shapes[name])
-        parameter: Tensor = part.to(dtype_in(config, name, DTYPES[target]))
+        return last_values[piece.name]
+
+    def read_parameter(name: str) -> Tensor:
+        shape = shapes[name]
+        if is_expert_stack(name):
+            parts = [(part.name, pieces[part.name][0]) for part in expert_parts(name, shape)]
+            values = torch.cat([_part_of_stack(tensors, part, piece) for part, piece in parts])
+        elif pieces[name][0].head_rows is not None:
+            # Each of the tensors has some of its rows, and 0 in all others.
+            values = torch.stack([read_whole(piece) for piece in pieces[name]]).sum(0)
+        else:
+            piece = pieces[name][0]
+            values = read_whole(piece)
+            if len(piece.parts) > 1:
+                rows = values.split([shapes[part][0] for part in piece.parts])
+                values = rows[piece.parts.index(name)]
+        parameter: Tensor = values.reshape(shape).to(dtype_in(config, name, DTYPES[target]))
         if not torch.isfinite(parameter).all():
-            problem = f"{piece.name} has numbers beyond the range of {target}"
+            problem = f"{name} has numbers beyond the range of {target}"
             raise UserError(problem, where=str(path), fix="add --type float32")
         return parameter
 
@@ -778,6 +870,24 @@ def import_gguf(path: Path, out: Path, *, dtype: str | None = None) -> Exported:
     types = ", ".join(f"{count} {name}" for name, count in counts.most_common())
     proof = f"{len(tensors)} tensors ({types}) as {target}, {tokenizer.vocab_size:,} tokens"
     return finished_export(out, [proof])
+
+
+def _last_matrix(config: ModelConfig) -> str:
+    """The tensor whose type stands for that of the file: the last matrix of the first layer."""
+    first_layer = [piece.name for piece in gguf_tensors(config) if piece.name.startswith("blk.0.")]
+    return next(
+        name
+        for name in ("blk.0.ffn_down.weight", "blk.0.ffn_down_exps.weight")
+        if name in first_layer
+    )
+
+
+def _part_of_stack(tensors: Mapping[str, StoredGgufTensor], name: str, piece: GgufTensor) -> Tensor:
+    """The matrix or bias of one expert, of a tensor of all: only its rows are dequantized."""
+    block = tensors[piece.name]
+    num_rows = math.prod(piece.shape[:-1]) // len(piece.parts)
+    first = piece.parts.index(name) * num_rows
+    return dequantized_tensor(block.rows(first, first + num_rows)).reshape(-1)
 
 
 def _refuse_other_tensors(

@@ -170,7 +170,7 @@ def _expected_rows(
         return
     for part in piece.parts:
         for rows in source_rows(part):
-            yield piece.apply(rows.float())
+            yield piece.as_rows(piece.apply(rows.float()))
 
 
 def _error_share(stored: Tensor, expected: Tensor, tensor_type: str) -> float:

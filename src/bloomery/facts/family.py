@@ -172,3 +172,6 @@ class Family:
 
     # What llama.cpp computes of it; None: its graph is not known here, and a GGUF file is refused.
     gguf: GgufGraph | None = None
+
+    # The same of its models with experts, where that is another graph.
+    gguf_mixture: GgufGraph | None = None

@@ -3,7 +3,41 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
+
+# The weights of the chosen experts: their shares of a softmax over all, or of one over the chosen; sigmoids, or those
+# divided by their sum.
+RouterWeights = Literal["softmax", "softmax_of_chosen", "sigmoid", "normalized_sigmoid"]
+SharedExpert = Literal["none", "plain", "gated"]
+
+
+@dataclass(frozen=True)
+class GgufExperts:
+    """How a graph of llama.cpp computes a mixture of experts.
+
+    `weights`: those it can compute; `states_weights`: the metadata states which. `states_scale`: it states a number
+    that multiplies them. `choice_bias`: whether the router has one, and may lack it. `clamp`: of gate and up, and the
+    slope of the sigmoid. `shared`: experts that every token meets; `counts_shared`: in the metadata as so many of the
+    others' width; `shared_is_mlp`: they have the names of an MLP. `leading_mlps`: the first layers may have MLPs.
+    `width_is_mlp`: `feed_forward_length` is that of an expert. `fused`: gate and up are one tensor. `optional`: the
+    graph also computes models without experts.
+    """
+
+    weights: tuple[RouterWeights, ...]
+    states_weights: bool = False
+    states_scale: bool = False
+    choice_bias: tuple[bool, ...] = (False,)
+    bias: bool = False
+    normed_router: bool = False
+    clamp: tuple[float | None, float | None] = (None, None)
+    shared: tuple[SharedExpert, ...] = ("none",)
+    counts_shared: bool = False
+    shared_is_mlp: bool = False
+    leading_mlps: bool = False
+    states_interval: bool = False
+    width_is_mlp: bool = False
+    fused: bool = False
+    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,6 +80,18 @@ class GgufGraph:
     states_merges: bool = False
     # layers are delta nets, with attention in each n-th one: the metadata states their sizes and n
     has_delta_nets: bool = False
+    # of a delta net, as in `config.DeltaNet`
+    delta_projections: str = "together"
+    # value heads of a delta net have the order of ggml's repeated keys, in place of the decoder's
+    repeats_keys: bool = True
+    # each head has keys and values of its own
+    own_keys: bool = False
+    # YaRN's limits are rounded (truncate) where the model's are not, which is named as a difference
+    rounds_yarn: bool = False
+    # its attention adds no LoRA to some matrices: an adapter is merged alone
+    takes_adapters: bool = True
+    # the mixtures of experts that it computes; None: none
+    experts: GgufExperts | None = None
 
 
 PLAIN_GRAPH: Mapping[str, Any] = MappingProxyType(
@@ -81,6 +127,7 @@ PLAIN_GRAPH: Mapping[str, Any] = MappingProxyType(
         "attention_gate": False,
         "head_gate": False,
         "mlp_bias": False,
+        "latent_attention": None,
         "head": "tokens",
     }
 )
@@ -107,9 +154,23 @@ LAYER_TENSORS = MappingProxyType(
         "mlp.gate_proj": "ffn_gate",
         "mlp.up_proj": "ffn_up",
         "mlp.down_proj": "ffn_down",
+        "mlp.gate": "ffn_gate_inp",
+        "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+        "mlp.shared_expert.up_proj": "ffn_up_shexp",
+        "mlp.shared_expert.down_proj": "ffn_down_shexp",
+        "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+        "self_attn.q_a_proj": "attn_q_a",
+        "self_attn.q_a_layernorm": "attn_q_a_norm",
+        "self_attn.q_b_proj": "attn_q_b",
+        "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+        "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+        "linear_attn.in_proj_ba": "ssm_ba",
         "input_layernorm": "attn_norm",
         "pre_feedforward_layernorm": "ffn_norm",
         "post_feedforward_layernorm": "post_ffw_norm",
+        "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+        "post_feedforward_layernorm_1": "post_ffw_norm_1",
+        "post_feedforward_layernorm_2": "post_ffw_norm_2",
         "per_layer_input_gate": "inp_gate",
         "per_layer_projection": "proj",
         "post_per_layer_input_norm": "post_norm",
@@ -121,6 +182,10 @@ BARE_TENSORS = MappingProxyType(
         "linear_attn.dt_bias": "ssm_dt.bias",
         "linear_attn.A_log": "ssm_a",
         "layer_scalar": "layer_output_scale.weight",
+        "self_attn.sinks": "attn_sinks.weight",
+        "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+        "mlp.gate.scale": "ffn_gate_inp.scale",
+        "mlp.gate.per_expert_scale": "ffn_down_exps.scale",
     }
 )
 OUTER_TENSORS = MappingProxyType(

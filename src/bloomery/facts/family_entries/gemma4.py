@@ -13,7 +13,7 @@ from bloomery.facts.family_rules_gemma4 import (
     windows_of_gemma4,
     write_gemma4,
 )
-from bloomery.facts.gguf_graphs import GgufGraph
+from bloomery.facts.gguf_graphs import GgufExperts, GgufGraph
 
 _FACTS: ModelFacts = {
     "norm": "rms",
@@ -61,6 +61,20 @@ _GRAPH = GgufGraph(
     ),
     states_windows=True,
     states_merges=True,
+    # What every token meets is the MLP there.
+    renamed={
+        "mlp.shared_expert.gate_proj": "ffn_gate",
+        "mlp.shared_expert.up_proj": "ffn_up",
+        "mlp.shared_expert.down_proj": "ffn_down",
+    },
+    experts=GgufExperts(
+        ("softmax_of_chosen",),
+        normed_router=True,
+        shared=("plain",),
+        shared_is_mlp=True,
+        fused=True,
+        optional=True,
+    ),
 )
 
 # Both classes take the old key for the new one, and know no third.

@@ -8,6 +8,7 @@ from bloomery.facts.config_fields import Fields, HfKeys, ModelFacts
 from bloomery.facts.family import BIASES, Family, StoredExperts, StoredNames
 from bloomery.facts.family_rules import layer_types, windows_by_type
 from bloomery.facts.family_rules_experts import expert_keys, experts_of
+from bloomery.facts.gguf_graphs import GgufExperts, GgufGraph
 
 _STACKS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
 
@@ -52,6 +53,19 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             windows=_windows,
             extra=_experts,
             write=_write,
+            gguf=GgufGraph(
+                "gpt-oss",
+                {"attention_sinks": True, "attention_bias": True, "output_bias": True},
+                free=(),
+                renamed={"post_attention_layernorm": "post_attention_norm"},
+                has_own_head=True,
+                window_period=2,
+                default_window=128,
+                rounds_yarn=True,
+                experts=GgufExperts(
+                    ("softmax_of_chosen",), bias=True, clamp=(7.0, 1.702), width_is_mlp=True
+                ),
+            ),
             stored=StoredNames(
                 renamed={"mlp.gate": "mlp.router"},
                 experts=StoredExperts(

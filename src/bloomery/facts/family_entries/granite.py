@@ -1,6 +1,7 @@
 """IBM's Granite models: Llama with four multipliers, dense or with experts, which Granite 4 stores alike."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -15,7 +16,7 @@ from bloomery.facts.family import (
     StoredNames,
 )
 from bloomery.facts.family_rules_experts import expert_keys, experts_of
-from bloomery.facts.gguf_graphs import GgufGraph
+from bloomery.facts.gguf_graphs import GgufExperts, GgufGraph
 
 _DEFAULTS = MappingProxyType(
     {
@@ -48,6 +49,12 @@ _GRAPH = GgufGraph(
         "attention_multiplier": "attention.scale",
         "logits_scaling": "logit_scale",
     },
+)
+_MIXTURE_GRAPH = replace(
+    _GRAPH,
+    name="granitemoe",
+    free=tuple(fact for fact in _GRAPH.free if fact != "mlp_bias"),
+    experts=GgufExperts(("softmax_of_chosen",), shared=("none", "plain"), width_is_mlp=True),
 )
 _EXPERTS = MappingProxyType(
     {"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001}
@@ -182,6 +189,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             stored=StoredNames(
                 renamed=_STORED_ROUTER, experts=_STORED_EXPERTS, in_memory=_ROUTER_IN_MEMORY
             ),
+            gguf=_MIXTURE_GRAPH,
         ),
         "granitemoehybrid": Family(
             "GraniteMoeHybridForCausalLM",
@@ -211,6 +219,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 in_memory=_ROUTER_IN_MEMORY,
             ),
             gguf=_GRAPH,
+            gguf_mixture=_MIXTURE_GRAPH,
         ),
     }
 )

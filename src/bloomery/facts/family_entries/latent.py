@@ -1,6 +1,7 @@
 """DeepSeek's mixtures with latent attention, and the mixtures that route as theirs do."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from bloomery.facts.family import BIASES, LLAMA_KEYS, Family, StoredExperts, StoredNames
@@ -17,8 +18,26 @@ from bloomery.facts.family_rules_experts import (
     write_glm4_moe,
     write_minimax_m2,
 )
+from bloomery.facts.gguf_graphs import GgufExperts, GgufGraph
 
 SHARED = StoredNames(renamed={"mlp.shared_expert": "mlp.shared_experts"})
+_DEEPSEEK_EXPERTS = GgufExperts(
+    ("normalized_sigmoid", "sigmoid"),
+    states_weights=True,
+    states_scale=True,
+    choice_bias=(True, False),
+    shared=("plain",),
+    counts_shared=True,
+    leading_mlps=True,
+)
+# llama.cpp multiplies keys and values into the matrices around them, and adds no LoRA there.
+_DEEPSEEK_GRAPH = GgufGraph(
+    "deepseek2",
+    {"rope_interleave": True},
+    free=("latent_attention", "attention_scale"),
+    takes_adapters=False,
+    experts=_DEEPSEEK_EXPERTS,
+)
 # Of every head, what rotates alone is stated; `latent_facts` makes the width of heads.
 LATENT_KEYS = MappingProxyType({**LLAMA_KEYS, "head_dim": "qk_rope_head_dim"})
 LATENT = MappingProxyType(
@@ -44,6 +63,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             write=write_deepseek_v3,
             unwritten=("mlp_layer_types",),
             stored=SHARED,
+            gguf=_DEEPSEEK_GRAPH,
             defaults={
                 **LATENT,
                 "max_position_embeddings": 4096,
@@ -70,6 +90,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             unwritten=("mlp_layer_types", "rope_interleave"),
             ignored=("norm_topk_prob",),
             stored=SHARED,
+            gguf=replace(
+                _DEEPSEEK_GRAPH,
+                experts=replace(_DEEPSEEK_EXPERTS, weights=("softmax",), choice_bias=(False,)),
+            ),
             defaults={
                 **LATENT,
                 "max_position_embeddings": 2048,
@@ -89,6 +113,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             write=write_deepseek_v3,
             unwritten=("first_k_dense_replace",),
             stored=SHARED,
+            gguf=_DEEPSEEK_GRAPH,
             defaults={
                 **LATENT,
                 "q_lora_rank": 768,
@@ -117,6 +142,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             unwritten=("mlp_layer_types",),
             reads_rotary_share=True,
             stored=SHARED,
+            gguf=GgufGraph(
+                "glm4moe",
+                free=("attention_bias", "qk_norm", "rotary_share"),
+                renamed={"post_attention_layernorm": "post_attention_norm"},
+                experts=replace(_DEEPSEEK_EXPERTS, choice_bias=(True,)),
+            ),
             defaults={
                 "num_key_value_heads": 8,
                 "partial_rotary_factor": 0.5,
@@ -147,6 +178,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             write=lambda config: write_deepseek_experts(config) | layer_types(config),
             unwritten=("mlp_layer_types",),
             stored=SHARED,
+            gguf=GgufGraph(
+                "dots1",
+                {"qk_norm": "head"},
+                free=(),
+                has_own_head=True,
+                own_keys=True,
+                experts=_DEEPSEEK_EXPERTS,
+            ),
             defaults={
                 "sliding_window": 4096,
                 "max_window_layers": 62,

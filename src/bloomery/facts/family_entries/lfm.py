@@ -9,7 +9,7 @@ from bloomery.facts.config_fields import LARGEST, Fields, HfKeys, ModelFacts
 from bloomery.facts.family import BIASES, LLAMA_KEYS, Family, StoredExperts, StoredNames
 from bloomery.facts.family_rules import first_window, mixers_by_type
 from bloomery.facts.family_rules_experts import lfm2_experts, write_lfm2_experts
-from bloomery.facts.gguf_graphs import GgufGraph
+from bloomery.facts.gguf_graphs import GgufExperts, GgufGraph
 
 _NAMES = {
     "input_layernorm": "operator_norm",
@@ -225,6 +225,20 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             extra=_lfm2_moe_facts,
             write=_write_lfm2_moe,
             fresh=_fresh_lfm2_moe,
+            gguf=GgufGraph(
+                "lfm2moe",
+                {"qk_norm": "head"},
+                full_width=True,
+                free=("mixers",),
+                renamed={"model.norm": "token_embd_norm"},
+                keys={"conv_L_cache": "shortconv.l_cache"},
+                experts=GgufExperts(
+                    ("normalized_sigmoid",),
+                    states_weights=True,
+                    choice_bias=(True,),
+                    leading_mlps=True,
+                ),
+            ),
             defaults={
                 "vocab_size": 65536,
                 "hidden_size": 2048,

@@ -14,6 +14,7 @@ from bloomery.facts.family_rules_experts import (
     write_olmoe_experts,
     write_qwen3_moe,
 )
+from bloomery.facts.gguf_graphs import GgufExperts, GgufGraph
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -25,6 +26,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             windows=windows_of_qwen3_moe,
             extra=qwen_experts,
             write=write_qwen3_moe,
+            gguf=GgufGraph(
+                "qwen3moe", {"qk_norm": "head"}, experts=GgufExperts(("softmax_of_chosen",))
+            ),
             defaults={
                 "num_key_value_heads": 4,
                 "max_position_embeddings": 32768,
@@ -45,6 +49,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             extra=mixtral_experts,
             write=write_mixtral_experts,
             by_transformers=("router_jitter_noise",),
+            gguf=GgufGraph(
+                "llama",
+                interleaved=True,
+                experts=GgufExperts(("softmax_of_chosen",), width_is_mlp=True),
+            ),
             stored=StoredNames(
                 renamed={"mlp.gate": "block_sparse_moe.gate"},
                 experts=StoredExperts(
@@ -72,6 +81,15 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             extra=olmoe_experts,
             write=write_olmoe_experts,
             by_transformers=("clip_qkv",),
+            gguf=GgufGraph(
+                "olmoe",
+                {"qk_norm": "full"},
+                free=(),
+                full_width=True,
+                has_own_head=True,
+                own_keys=True,
+                experts=GgufExperts(("softmax",), width_is_mlp=True),
+            ),
             defaults={
                 "max_position_embeddings": 4096,
                 "rms_norm_eps": 1e-5,

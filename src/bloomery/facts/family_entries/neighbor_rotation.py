@@ -13,7 +13,7 @@ from bloomery.facts.family_rules_dense import (
     write_rotation_in_windows,
 )
 from bloomery.facts.family_rules_experts import ernie_experts, write_ernie_experts
-from bloomery.facts.gguf_graphs import GgufGraph
+from bloomery.facts.gguf_graphs import GgufExperts, GgufGraph
 
 _NEIGHBORS: ModelFacts = {"rope_interleave": True}
 # Attention and MLP read the same norm, which only centers, scales and multiplies.
@@ -77,6 +77,18 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             _NEIGHBORS,
             extra=ernie_experts,
             write=write_ernie_experts,
+            gguf=GgufGraph(
+                "ernie4_5-moe",
+                _NEIGHBORS,
+                free=(),
+                experts=GgufExperts(
+                    ("softmax_of_chosen",),
+                    choice_bias=(True,),
+                    shared=("none", "plain"),
+                    leading_mlps=True,
+                    states_interval=True,
+                ),
+            ),
             by_transformers=("use_bias",),  # its head has one, too
             defaults={
                 "num_key_value_heads": 4,

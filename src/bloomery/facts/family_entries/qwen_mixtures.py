@@ -15,12 +15,15 @@ from bloomery.facts.family_rules_experts import (
     write_qwen3_next,
     write_qwen_shared_experts,
 )
+from bloomery.facts.gguf_graphs import GgufExperts, GgufGraph
 
 _HYBRID_FACTS: ModelFacts = {
     "norm": "rms_unit_offset",
     "qk_norm": "head",
     "attention_gate": True,
 }
+_GATED = GgufExperts(("softmax_of_chosen",), shared=("gated",))
+_POST_NORM = {"post_attention_layernorm": "post_attention_norm"}
 _HYBRID_DEFAULTS: HfKeys = {
     "head_dim": 256,
     "num_key_value_heads": 2,
@@ -48,6 +51,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             windows=windows_of_qwen2_moe,
             extra=qwen_shared_experts,
             write=lambda config: write_qwen(config) | write_qwen_shared_experts(config),
+            gguf=GgufGraph(
+                "qwen2moe",
+                full_width=True,
+                has_own_head=True,
+                experts=GgufExperts(("softmax",), shared=("gated",)),
+            ),
             defaults={
                 "num_key_value_heads": 16,
                 "max_position_embeddings": 32768,
@@ -72,6 +81,16 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             flags=BIASES,
             extra=qwen3_next_facts,
             write=write_qwen3_next,
+            gguf=GgufGraph(
+                "qwen3next",
+                _HYBRID_FACTS,
+                free=("mixers", "rotary_share"),
+                renamed=_POST_NORM,
+                has_delta_nets=True,
+                delta_projections="by_head",
+                repeats_keys=False,
+                experts=_GATED,
+            ),
             reads_rotary_share=True,
             defaults={
                 **_HYBRID_DEFAULTS,
@@ -92,6 +111,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             write=write_qwen3_5_moe,
             # The shared expert is as wide as the others.
             fresh=lambda sizes: {"shared_expert_intermediate_size": sizes["intermediate_size"]},
+            gguf=GgufGraph(
+                "qwen35moe",
+                _HYBRID_FACTS,
+                free=("mixers", "rotary_share"),
+                renamed=_POST_NORM,
+                has_delta_nets=True,
+                experts=_GATED,
+            ),
             reads_rotary_share=True,
             classifier="Qwen3_5MoeText",
             defaults={**_HYBRID_DEFAULTS, "num_experts": 256, "num_experts_per_tok": 8},

@@ -1,0 +1,190 @@
+"""Mixtures of experts in GGUF files: types of each matrix, adapters, and what no graph of llama.cpp computes."""
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import tiny_models
+import torch
+from gguf_models import VOCABULARY, saved_adapter, saved_case
+from safetensors.torch import load_file
+
+from bloomery.core.errors import UserError
+from bloomery.export.gguf import export_gguf, export_gguf_adapter
+from bloomery.export.gguf_format import HeadRows
+from bloomery.export.gguf_import import import_gguf
+from bloomery.infer.model_folder import find_model
+from bloomery.model.io.weights import load_decoder, model_state
+
+WIDE = {"hidden_size": 64, "moe_intermediate_size": 32, "mlp_only_layers": []}
+
+
+def contents_of(path: Path) -> tuple[dict, dict]:
+    reader = gguf.GGUFReader(path)
+    facts = {name: field.contents() for name, field in reader.fields.items()}
+    return facts, {tensor.name: tensor for tensor in reader.tensors}
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
+def test_each_matrix_of_an_expert_is_quantized_as_it_would_be_alone(
+    kind: str, tmp_path: Path
+) -> None:
+    source = saved_case("qwen3-moe", tmp_path / "source", **WIDE)
+    done = export_gguf(find_model(source), tmp_path / "out.gguf", kind=kind)
+    assert not any(proof.startswith("differs") for proof in done.proofs)
+    facts, tensors = contents_of(done.folder)
+    assert facts["qwen3moe.expert_count"] == 8
+    assert facts["qwen3moe.expert_used_count"] == 2
+    assert facts["qwen3moe.expert_feed_forward_length"] == 32
+    stored = load_file(source / "model.safetensors")
+    tensor_type = gguf.GGMLQuantizationType[kind.upper()]
+    for name in ("gate", "up", "down"):
+        stack = tensors[f"blk.1.ffn_{name}_exps.weight"]
+        assert stack.tensor_type == tensor_type
+        for expert in range(8):
+            matrix = stored[f"model.layers.1.mlp.experts.{expert}.{name}_proj.weight"].float()
+            alone = gguf.quants.quantize(matrix.numpy(), tensor_type)
+            np.testing.assert_array_equal(stack.data[expert], alone)
+    # What chooses the experts is never rounded.
+    router = tensors["blk.1.ffn_gate_inp.weight"]
+    assert router.tensor_type == gguf.GGMLQuantizationType.F32
+    np.testing.assert_array_equal(router.data, stored["model.layers.1.mlp.gate.weight"].float())
+
+
+def test_biases_and_sinks_stay_float32(tmp_path: Path) -> None:
+    fitting = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "intermediate_size": 32}
+    source = saved_case("gpt-oss", tmp_path / "source", hidden_size=64, **fitting)
+    done = export_gguf(find_model(source), tmp_path / "out.gguf", kind="q8_0")
+    assert any("rounds the limits of YaRN" in proof for proof in done.proofs)
+    _, tensors = contents_of(done.folder)
+    stored = load_file(source / "model.safetensors")
+    gate_up = stored["model.layers.0.mlp.experts.gate_up_proj_bias"].float()
+    for name, expected in (
+        ("ffn_gate_exps.bias", gate_up[:, ::2]),
+        ("ffn_up_exps.bias", gate_up[:, 1::2]),
+        ("attn_sinks.weight", stored["model.layers.0.self_attn.sinks"].float()),
+        ("ffn_gate_inp.bias", stored["model.layers.0.mlp.router.bias"].float()),
+    ):
+        tensor = tensors[f"blk.0.{name}"]
+        assert tensor.tensor_type == gguf.GGMLQuantizationType.F32
+        np.testing.assert_array_equal(tensor.data, expected)
+    # The file does not say that the limits are not rounded, but every gpt-oss is so, and this one, too.
+    import_gguf(done.folder, tmp_path / "back")
+    scaling = load_decoder(tmp_path / "back").config.rope_scaling
+    assert scaling is not None and not scaling.truncate
+
+
+REFUSED = [
+    ("qwen3-moe", {}, "has experts in all layers"),
+    ("qwen3-moe", {"mlp_only_layers": [], "norm_topk_prob": False}, "weighs experts by"),
+    ("olmoe", {"norm_topk_prob": True}, "weighs experts by softmax, and"),
+    ("olmoe", {}, "has keys for each head"),
+    ("gpt-oss", {}, "clamps experts"),
+    ("lfm2-moe", {}, "does not scale the weights"),
+    ("lfm2-moe", {"use_expert_bias": False, "routed_scaling_factor": 1.0}, "a bias for the choice"),
+    ("ernie4.5-moe", {"moe_layer_interval": 2}, "has experts after some first layers"),
+    ("glm4-moe-lite", {}, "computes rope_interleave True"),
+    ("deepseek-v2", {"attention_bias": False}, "by their best two"),
+    ("deepseek-v3", {}, "mscale must be the same"),
+    ("deepseek-v3", {"rope_parameters": tiny_models.YARN}, "mscale must be the same"),
+    ("deepseek-v3", {"rope_parameters": None, "num_hidden_layers": 26}, "makes queries by one"),
+]
+
+
+@pytest.mark.parametrize(("case", "changed", "problem"), REFUSED)
+def test_what_no_graph_computes_is_refused(
+    case: str, changed: dict, problem: str, tmp_path: Path
+) -> None:
+    source = saved_case(case, tmp_path / "source", **changed)
+    with pytest.raises(UserError, match=problem):
+        export_gguf(find_model(source), tmp_path / "out.gguf")
+    assert not (tmp_path / "out.gguf").exists()
+
+
+@pytest.mark.parametrize("case", ["mixtral", "deepseek-v3"])
+@torch.no_grad()
+def test_an_adapter_is_merged_into_experts(case: str, tmp_path: Path) -> None:
+    """PEFT merges it into the same model; alone it is refused, as llama.cpp would add none of it."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    fitting = {"rope_parameters": tiny_models.YARN | {"mscale": 0.8, "mscale_all_dim": 0.8}}
+    source = saved_case(case, tmp_path / "source", **(fitting if case == "deepseek-v3" else {}))
+    base = AutoModelForCausalLM.from_pretrained(source)
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    settings = LoraConfig(r=2, lora_alpha=6, target_modules=[], target_parameters=targets)
+    torch.manual_seed(0)
+    adapted = get_peft_model(base, settings)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            parameter.normal_(0, 0.2)
+    adapted.save_pretrained(tmp_path / "adapter")
+    files = find_model(tmp_path / "adapter")
+    done = export_gguf(files, tmp_path / "merged.gguf", kind="f32")
+    import_gguf(done.folder, tmp_path / "back")
+    plain = AutoModelForCausalLM.from_pretrained(source)
+    merged = PeftModel.from_pretrained(plain, tmp_path / "adapter").merge_and_unload()
+    tokens = torch.arange(24)[None] % VOCABULARY
+    expected = merged(tokens).logits
+    torch.testing.assert_close(
+        load_decoder(tmp_path / "back")(tokens).head, expected, atol=1e-4, rtol=0
+    )
+    assert (load_decoder(source)(tokens).head - expected).abs().max() > 0.01
+    with pytest.raises(UserError, match="matrices of experts"):
+        export_gguf_adapter(files, tmp_path / "alone.gguf")
+
+
+def test_an_adapter_of_latent_attention_goes_merged_alone(tmp_path: Path) -> None:
+    source = saved_case("deepseek-v3", tmp_path / "source", rope_parameters=None)
+    adapter = find_model(saved_adapter(source, tmp_path / "adapter", ["q_a_proj", "o_proj"]))
+    export_gguf(adapter, tmp_path / "merged.gguf", kind="f32")
+    with pytest.raises(UserError, match="latent attention"):
+        export_gguf_adapter(adapter, tmp_path / "alone.gguf")
+
+
+def test_an_adapter_of_attention_in_a_mixture_goes_alone(tmp_path: Path) -> None:
+    source = saved_case("qwen3-moe", tmp_path / "source", mlp_only_layers=[])
+    adapter = find_model(saved_adapter(source, tmp_path / "adapter", ["q_proj", "o_proj"]))
+    done = export_gguf_adapter(adapter, tmp_path / "alone.gguf", kind="f32")
+    _, tensors = contents_of(done.folder)
+    assert {name.split(".", 2)[2] for name in tensors} == {
+        f"{module}.weight.lora_{half}" for module in ("attn_q", "attn_output") for half in "ab"
+    }
+
+
+def test_a_file_whose_expert_is_cut_off_is_refused(tmp_path: Path) -> None:
+    source = saved_case("mixtral", tmp_path / "source")
+    path = export_gguf(find_model(source), tmp_path / "out.gguf", kind="f32").folder
+    content = path.read_bytes()
+    key = b"llama.expert_count"
+    place = content.index(key) + len(key) + 4  # after the type of the value
+    assert content[place] == 4
+    path.write_bytes(content[:place] + b"\x03" + content[place + 1 :])
+    with pytest.raises(UserError, match="its metadata makes it"):
+        import_gguf(path, tmp_path / "back")
+
+
+def test_a_file_in_float16_comes_back_in_float16(tmp_path: Path) -> None:
+    source = saved_case("mixtral", tmp_path / "source")
+    path = export_gguf(find_model(source), tmp_path / "out.gguf", kind="f16").folder
+    import_gguf(path, tmp_path / "back")
+    back = model_state(load_decoder(tmp_path / "back"))
+    assert {values.dtype for values in back.values()} == {torch.float16}
+    for name, values in model_state(load_decoder(source)).items():
+        torch.testing.assert_close(back[name], values.half(), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_tensors_that_share_a_matrix_hold_every_row_once(turned: bool) -> None:
+    matrix = torch.arange(1.0, 3 * 7 * 4 + 1).reshape(21, 4)
+    first = HeadRows(3, 7, ((0, 2),), turned=turned)
+    second = HeadRows(3, 7, ((2, 1), (3, 4)))
+    whole = first.apply(first.apply(matrix), undo=True)
+    whole += second.apply(second.apply(matrix), undo=True)
+    torch.testing.assert_close(whole, matrix, atol=0, rtol=0)
+    heads = matrix.reshape(3, 7, 4)
+    expected = heads[:, :2].transpose(1, 2) if turned else heads[:, :2]
+    torch.testing.assert_close(first.apply(matrix), expected.flatten(0, 1), atol=0, rtol=0)
+    rows = torch.cat([heads[:, 2:3].flatten(0, 1), heads[:, 3:].flatten(0, 1)])
+    torch.testing.assert_close(second.apply(matrix), rows, atol=0, rtol=0)
