@@ -14,6 +14,7 @@ from rollouts_for_tests import plan_of, write_recipe
 from runs_of_the_loop import CONFIG, prepared_corpus
 from structured_runs import write_answers
 
+from bloomery.core.device import multiplies_groups
 from bloomery.facts.config import Experts
 from bloomery.infer.decode import RunningBatch
 from bloomery.infer.past import Past
@@ -193,7 +194,12 @@ def test_every_listed_place_says_why() -> None:
 
 @pytest.mark.parametrize("name", shared(STEPS))
 def test_a_step_waits_where_the_list_says(name: str, folders: Folders, tmp_path: Path) -> None:
-    assert waits_of_last_step(STEPS[name](folders), tmp_path) == LISTED["step"][name]
+    expected = LISTED["step"][name]
+    if multiplies_groups("cuda"):
+        # The simulated kernel is the CPU's, which reads where the groups end. CUDA's reads it on the device.
+        places = {"model/experts.py spans": "model/experts.py group_product"}
+        expected = {places.get(place, place): count for place, count in expected.items()}
+    assert waits_of_last_step(STEPS[name](folders), tmp_path) == expected
 
 
 def test_a_wait_of_every_micro_batch_is_noticed(

@@ -177,6 +177,23 @@ def multiplies_bfloat16(device: AnyDevice) -> bool:
     return is_supported is not None and bool(is_supported(including_emulation=False))
 
 
+def multiplies_groups(device: AnyDevice) -> bool:
+    """Whether PyTorch multiplies groups of rows, each by a matrix of its own, without the host knowing where they end
+    (`torch.nn.functional.grouped_mm`): on NVIDIA's GPUs from compute capability 8.0 on.
+
+    Nobody has tried AMD's builds, where a wrong kernel may end the process.
+    """
+    import torch
+
+    if (
+        _type_of(device) != "cuda"
+        or torch.version.hip
+        or not hasattr(torch.nn.functional, "grouped_mm")
+    ):
+        return False
+    return bool(torch.cuda.get_device_capability(device) >= (8, 0))
+
+
 def computes_float64(device: AnyDevice) -> bool:
     """Whether PyTorch computes in float64 on it: not on Apple's GPUs, and of Intel's not on Arc A."""
     if not can(device, "float64"):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
+from bloomery.core.device import multiplies_groups
 from bloomery.facts.config import Experts, ModelConfig
 from bloomery.facts.counting import Shape
 from bloomery.model.io.parameters import local
@@ -458,6 +459,34 @@ def grouped_linear(
     return result
 
 
+# Bytes of which `grouped_mm` takes rows and strides.
+GROUPED_ALIGNMENT = 16
+GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def takes_groups(x: Tensor, weight_EOI: Tensor) -> bool:
+    """Whether one kernel multiplies the rows of all experts, for which the host does not wait.
+
+    Not where the stack has another dtype than the rows: a copy of all of it would exist at once.
+    """
+    if not multiplies_groups(x.device):
+        return False
+    widths = (weight_EOI.shape[1], weight_EOI.shape[2])
+    is_aligned = all(width * x.itemsize % GROUPED_ALIGNMENT == 0 for width in widths)
+    return is_aligned and x.dtype == weight_EOI.dtype and x.dtype in GROUPED_DTYPES
+
+
+def group_product(rows: Tensor, matrices: Tensor, ends_E: Tensor) -> Tensor:
+    """`grouped_mm`, whose results past the last row of a group are undefined: every row is of a group here."""
+    product: Tensor = F.grouped_mm(rows, matrices, offs=ends_E)
+    return product
+
+
+def expert_of_rows(ends_E: Tensor, count: int) -> Tensor:
+    """int64 [S]: the expert of each sorted row."""
+    return torch.searchsorted(ends_E, torch.arange(count, device=ends_E.device), right=True)
+
+
 def spans(ends_E: Tensor) -> list[tuple[int, int, int]]:
     """(expert, first row, end) of the experts that have rows. The host waits for a device here."""
     ends = ends_E.tolist()
@@ -486,6 +515,12 @@ def _grouped(
 ) -> Tensor:
     del place_S  # for the gradient of tokens
     with torch.autocast(x.device.type, enabled=False):
+        if takes_groups(x, weight_EOI):
+            rows = rows_of(x, order_S, per_token, 0, len(order_S))
+            result_SO = group_product(rows.contiguous(), weight_EOI.mT, ends_E)
+            if bias_EO is not None:
+                result_SO += bias_EO.to(x.dtype)[expert_of_rows(ends_E, len(order_S))]
+            return result_SO
         result_SO = x.new_empty(len(order_S), weight_EOI.shape[1])
         for expert, start, end in spans(ends_E):
             rows = rows_of(x, order_S, per_token, start, end)
@@ -505,10 +540,13 @@ def _grouped_inputs(
 ) -> Tensor:
     """The gradient of the rows; of tokens the sum over their pairs, in a fixed order."""
     with torch.autocast(grad_SO.device.type, enabled=False):
-        grad_SI = grad_SO.new_empty(len(grad_SO), weight_EOI.shape[2])
-        for expert, start, end in spans(ends_E):
-            matrix = weight_EOI[expert].to(grad_SO.dtype)
-            torch.mm(grad_SO[start:end], matrix, out=grad_SI[start:end])
+        if takes_groups(grad_SO, weight_EOI):
+            grad_SI = group_product(grad_SO, weight_EOI, ends_E)
+        else:
+            grad_SI = grad_SO.new_empty(len(grad_SO), weight_EOI.shape[2])
+            for expert, start, end in spans(ends_E):
+                matrix = weight_EOI[expert].to(grad_SO.dtype)
+                torch.mm(grad_SO[start:end], matrix, out=grad_SI[start:end])
         pairs = Pairs(order_S, place_S, ends_E, per_token)
         return summed(grad_SI, pairs) if per_token else grad_SI
 
@@ -524,6 +562,12 @@ def _grouped_weights(
 ) -> Tensor:
     """The gradient of the matrices, 0 of an expert without rows, in their dtype."""
     with torch.autocast(grad_SO.device.type, enabled=False):
+        if takes_groups(grad_SO, weight_EOI):
+            rows = rows_of(x, order_S, per_token, 0, len(order_S))
+            grad_EOI = group_product(grad_SO.t(), rows.contiguous(), ends_E)
+            # Of a group without rows a kernel may leave memory as it was.
+            is_empty_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1)) == 0
+            return grad_EOI.masked_fill_(is_empty_E[:, None, None], 0)
         grad_EOI = torch.zeros_like(weight_EOI)
         for expert, start, end in spans(ends_E):
             rows = rows_of(x, order_S, per_token, start, end)
