@@ -577,15 +577,15 @@ def read_headers(
     for name, tensor in experts.items():
         refuse_whole_numbers(name, tensor)
 
-    # Transformers also opens files that have parameters in the form of its memory.
-    converted = set[str]()
-    for stored_name, conversion in conversions.items():
-        in_memory = {locations[name].name for name in conversion.parameters}
-        if in_memory <= tensors.keys():
-            expected_names.discard(stored_name)
-        else:
-            expected_names -= in_memory
-            converted.update(conversion.parameters)
+    # Of parameters that files keep in another form, transformers also opens the form of its memory.
+    read_conversions = {
+        stored_name: conversion
+        for stored_name, conversion in conversions.items()
+        if not all(locations[name].name in tensors for name in conversion.parameters)
+    }
+    converted = {name for each in read_conversions.values() for name in each.parameters}
+    expected_names -= conversions.keys() - read_conversions.keys()
+    expected_names -= {locations[name].name for name in converted}
 
     # Codes without a word of how they are scaled are named first: their scales would be surplus.
     for stored_name in expected_names & tensors.keys():
@@ -645,9 +645,8 @@ def read_headers(
         if location.name in tensors
     }
     parameters |= experts
-    for name, conversion in conversions.items():
-        if not converted.isdisjoint(conversion.parameters):
-            parameters[name] = _part_of_conversion(name, conversion, tensors, folder)
+    for name, conversion in read_conversions.items():
+        parameters[name] = _part_of_conversion(name, conversion, tensors, folder)
     notes += packing_notes(parameters)
     return StoredParameters(parameters, tuple(notes), is_renamed=bool(named.notes))
 
