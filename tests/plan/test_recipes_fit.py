@@ -39,6 +39,7 @@ NEW = (
     "granite3.1-1b-a400m-lora",
     "olmoe-1b-7b-lora",
     "qwen3-30b-a3b-qlora",
+    "qwen3.5-35b-a3b-qlora",
     "gpt-oss-20b-lora",
 )
 
