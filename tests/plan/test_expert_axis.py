@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from plan_help import gpu_machine, loaded, machine, planned
+from plan_help import gpu_machine, loaded, machine, planned, reported
 
 from bloomery.core.errors import UserError
 from bloomery.facts.config import Experts
@@ -184,3 +184,28 @@ def test_the_cut_of_a_pipeline_counts_experts() -> None:
     with_experts, alike = groups
     assert sum(with_experts) == sum(alike) == 24
     assert with_experts[0] > alike[0]
+
+
+def test_the_fullest_shard_holds_whole_experts() -> None:
+    """Of 128 experts over 256 devices half of these have one: as much as a device of 128."""
+    few, many = memory_of(MeshSplit(shard=128)), memory_of(MeshSplit(shard=256))
+    total = count_values(parameter_shapes(QWEN).values())
+    for part, value_bytes in {"weights": 4, "optimizer": 8}.items():
+        rest = value_bytes * (total - 48 * STACKED)
+        assert few[part] == pytest.approx(value_bytes * total / 128)
+        assert many[part] == pytest.approx(value_bytes * 48 * STACKED / 128 + rest / 256)
+
+
+def test_a_mixture_too_large_for_copies_is_suggested_to_be_divided() -> None:
+    recipe = loaded(
+        model=MIXTURE
+        | {"hidden_size": 1024, "num_layers": 16, "max_positions": 2048}
+        | {"experts": {"count": 64, "per_token": 4, "width": 512}},
+        data={"sequence_length": 2048},
+        train={"tokens_per_step": 16 * 2048},
+        parallel={"replicate": 4, "shard": 1},
+    )
+    report = reported(recipe, gpu_machine("RTX 4090"), gpus=4)
+    assert not report.plan.fits
+    edits = {fix.edit: fix.saves for fix in report.suggestions}
+    assert "same training" in edits["parallel.expert=4"]

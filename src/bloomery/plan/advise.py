@@ -560,6 +560,13 @@ def _ladder(recipe: Recipe, plan: RunPlan) -> Iterator[tuple[str, str]]:
     while train.micro_batch_size == 1 and not asks_for_stages and context <= train.ranks:
         yield f"parallel.context={context}", "same training; devices wait for each other's heads"
         context *= 2
+    # Experts are most of a mixture: devices with copies of them may divide them, and shards need not gather them.
+    size = train.shard if train.shard > 1 else train.ranks_per_stage
+    if plan.model.config.experts is not None and train.expert == 1 and size > 1:
+        yield (
+            f"parallel.expert={size}",
+            "same training; devices wait for rows on their way to experts",
+        )
     if settings.precision == "float32" and gpu:
         yield "train.precision=auto", "matmuls in half precision"
     if (

@@ -22,9 +22,9 @@ def sharded_bytes(step: StepShape, shards: int) -> dict[str, float]:
     weights = model.weight_bytes(step.precision) + model.adapter_bytes
     states = 0.0 if step.mode.offload else model.optimizer_bytes(step.optimizer, step.precision)
     parts = {
-        "weights": weights / shards,
+        "weights": weights / shards * unevenness(model.shapes, shards),
         "gradients": peak.gradients,
-        "optimizer": states / shards,
+        "optimizer": states / shards * unevenness(model.trainable, shards),
         "activations": peak.activations,
         "logits": peak.logits,
         "gathered layers": peak.copies,
@@ -51,7 +51,7 @@ def sharded_moments(step: StepShape, shards: int) -> list[StepMoment]:
     # Gradients: sharded ones of layers and root, the head's gathered one, those of a layer in reduce-scatter.
     trainable_values = [layer.trainable_values for layer in model.layers]
     trainable_root_values = model.trainable_count - sum(trainable_values)
-    shard_bytes = step.weight_bytes / shards
+    shard_bytes = step.weight_bytes / shards * unevenness(model.trainable, shards)
     all_gradients = (sum(trainable_values) + trainable_root_values) * shard_bytes
     layer_gradients = sum(trainable_values) * shard_bytes
     accumulated = all_gradients if step.accumulating else 0.0
@@ -91,6 +91,20 @@ def sharded_moments(step: StepShape, shards: int) -> list[StepMoment]:
     sharded.append(replace(embeddings, gradients=finished, copies=scattering_root, temporaries=0.0))
     sharded.append(replace(update, gradients=all_gradients))
     return sharded
+
+
+def unevenness(shapes: Mapping[str, Shape], shards: int) -> float:
+    """What the fullest shard holds of these parameters, over an equal part of them.
+
+    Shards of a stack are some of its experts, each whole: of 8 experts over 16 devices half of these have one.
+    """
+    num_values = sum(map(math.prod, shapes.values()))
+    fullest = sum(
+        math.prod(shape)
+        * (-(-shape[0] // shards) * shards / shape[0] if is_of_experts(name) else 1)
+        for name, shape in shapes.items()
+    )
+    return fullest / num_values if num_values else 1.0
 
 
 def gathered_values(step: StepShape, shapes: Mapping[str, Shape]) -> int:

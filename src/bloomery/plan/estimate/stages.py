@@ -11,7 +11,7 @@ from bloomery.plan.estimate.activations import activation_bytes, end_bytes
 from bloomery.plan.estimate.memory import overhead_bytes
 from bloomery.plan.estimate.mode import TrainingMode
 from bloomery.plan.estimate.moments import StepMoment, kept_logit_bytes, moments
-from bloomery.plan.estimate.sharding import sharded_moments
+from bloomery.plan.estimate.sharding import sharded_moments, unevenness
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.pipeline import PassInFlight, fullest_passes, stage_of
@@ -200,9 +200,9 @@ def _bytes_of(
         states = stage.model.optimizer_bytes(step.optimizer, step.precision)
     weights = stage.model.weight_bytes(step.precision) + stage.model.adapter_bytes
     parts = {
-        "weights": weights / split.shard,
+        "weights": weights / split.shard * unevenness(stage.model.shapes, split.shard),
         "gradients": peak.gradients,
-        "optimizer": states / split.shard,
+        "optimizer": states / split.shard * unevenness(stage.model.trainable, split.shard),
         "activations": peak.activations,
         "logits": peak.logits,
         "gathered layers" if split.shard > 1 else "half-precision copies": peak.copies,
