@@ -22,6 +22,7 @@ from bloomery.model.adapters.lora import (
     init_adapters,
     trained_state,
 )
+from bloomery.model.adapters.many import Adapters
 from bloomery.model.adapters.peft_files import write_adapter
 from bloomery.model.adapters.settings import adaptation, stacks_in_memory, target_modules
 from bloomery.model.io.weights import load_decoder, write_model_piecewise
@@ -366,6 +367,14 @@ def test_what_no_adapter_of_experts_can_be_is_refused_with_a_way_out(settings, p
     with pytest.raises(UserError, match=problem) as refused:
         adaptation(config, Lora(**{"kind": "lora"} | settings))
     assert fix in refused.value.fix
+
+
+def test_several_adapters_at_once_are_refused_with_another_way(tmp_path):
+    """An expert's rows are tokens of any texts of a batch."""
+    of_ours("mixtral", tmp_path)
+    with pytest.raises(UserError, match="LoRA of experts does not share its base") as refused:
+        Adapters(load_decoder(tmp_path / "base"), {"one": tmp_path / "adapter"})
+    assert "serve it alone" in refused.value.fix
 
 
 def test_dropout_and_dora_of_attention_alone_remain(tmp_path):

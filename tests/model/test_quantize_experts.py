@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from test_architectures import architectures
 from test_quantize import INT8, NF4, build_quantized, gradients, lora, with_floats
 from tiny_models import saved_reference, tokens
 from torch import Tensor
@@ -15,6 +16,7 @@ from bloomery.facts.counting import is_layer_matrix, parameter_shapes
 from bloomery.facts.limits import storage_bytes
 from bloomery.model import quantized_experts
 from bloomery.model.adapters.lora import adapt, adapted_stacks
+from bloomery.model.adapters.settings import linear_modules, target_modules
 from bloomery.model.configs import read_config
 from bloomery.model.decoder import Decoder
 from bloomery.model.experts import grouped_linear, sorted_by_expert
@@ -255,6 +257,16 @@ def test_experts_of_transformers_layers_are_not_left_in_floats_unsaid(tmp_path) 
     trained = TrainedModel.of(recipe, config)
     choices = dict(adapter_choices(recipe, trained, known_vocabulary=None, added=0))
     assert "parameters of experts stay frozen" in choices["adapter.target_modules"].reason
+
+
+def test_a_router_that_is_a_linear_map_is_no_target(tmp_path) -> None:
+    architectures.tiny_model("afmoe").save_pretrained(tmp_path)
+    config = read_config(tmp_path)
+    assert any(name.endswith("mlp.router.gate") for name in linear_modules(config))
+    assert not any("router" in name for name in target_modules(config, ["all-linear", "*"]))
+    for name in ("router", "router.gate"):
+        with pytest.raises(UserError, match="the router is no target"):
+            target_modules(config, ["q_proj", name])
 
 
 def test_a_plan_counts_what_is_quantized_and_what_trains() -> None:

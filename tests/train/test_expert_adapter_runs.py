@@ -17,7 +17,8 @@ from bloomery.infer.load import Use
 from bloomery.infer.model_folder import find_model
 from bloomery.model.adapters.lora import ExpertLora, adapt, init_adapters
 from bloomery.model.decoder import Decoder
-from bloomery.model.io.weights import fresh_decoder, load_decoder
+from bloomery.model.experts import sorted_by_expert
+from bloomery.model.io.weights import fresh_decoder, load_decoder, quantize_model
 from bloomery.parallel.apply import checkpoint_block
 from bloomery.plan.estimate.mode import mode_of
 from bloomery.plan.estimate.states import TrainedModel
@@ -153,6 +154,31 @@ def test_recomputed_blocks_have_the_same_gradients(mode) -> None:
     assert recomputed.keys() == expected.keys()
     for name, gradient in recomputed.items():
         assert torch.equal(gradient, expected[name]), name
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["none", "nf4"])
+def test_products_compile_without_a_graph_break(kind) -> None:
+    torch.compiler.reset()
+    decoder = adapted_decoder()
+    if kind != "none":
+        quantize_model(decoder, Quantize(kind=kind))
+    mlp = decoder.model.layers[0].mlp
+    x_ND = torch.randn(50, MIXTURE.hidden_size, generator=torch.Generator().manual_seed(2))
+    pairs = sorted_by_expert(mlp.gate(x_ND).experts_NK, 4)
+
+    def product(x_ND: torch.Tensor) -> torch.Tensor:
+        return mlp.experts.product(x_ND, "gate_up_proj", pairs, is_sorted=False)
+
+    results = []
+    for function in (product, torch.compile(product, fullgraph=True, backend="aot_eager")):
+        mlp.zero_grad()
+        inputs = x_ND.clone().requires_grad_()
+        function(inputs).square().sum().backward()
+        lora = mlp.experts.lora["gate_up_proj"]
+        results.append((inputs.grad, lora.lora_A.grad, lora.lora_B.grad))
+    for compiled, eager in zip(results[1], results[0], strict=True):
+        assert_close(compiled, eager, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])

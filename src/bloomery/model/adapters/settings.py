@@ -238,6 +238,10 @@ def linear_modules(config: ModelConfig) -> list[str]:
     return inputs + inside
 
 
+# Linear maps of transformers' layers that choose experts: afmoe's router.gate, Hunyuan's gate.wg, Phi-3.5's router.
+ROUTER_PATH = re.compile(r"\.(router|mlp\.gate)\.")
+
+
 @dataclass(frozen=True)
 class _Target:
     """What an adapter may change, and the names that mean it.
@@ -274,6 +278,8 @@ def _targets(config: ModelConfig) -> list[_Target]:
     for name in order:
         if name not in stacks:
             stored_name = locations[f"{name}.weight"].name.removesuffix(".weight")
+            if ROUTER_PATH.search(f"{name}."):
+                continue
             is_gate = name.endswith(".shared_expert_gate")
             targets.append(_Target(name, (name, stored_name), is_gate=is_gate))
             continue
@@ -348,11 +354,10 @@ def _no_target(config: ModelConfig, name: str, targets: list[str], where: str) -
                 fix=f"remove it, and train it with adapter.modules_to_save=[{leaf}]",
                 code=2,
             )
-    locations = tensor_locations(config)
     routers = {
         path
-        for parameter, location in locations.items()
-        if parameter.endswith(ROUTER)
+        for parameter, location in tensor_locations(config).items()
+        if parameter.endswith(ROUTER) or ROUTER_PATH.search(parameter)
         for path in (parameter.rpartition(".")[0], location.name.rpartition(".")[0])
     }
     if routers and (name == "router" or any(_matches(name, router) for router in routers)):
