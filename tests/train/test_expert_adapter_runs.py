@@ -72,6 +72,7 @@ def gradients(decoder: Decoder) -> dict[str, torch.Tensor]:
     [
         ("nf4", {"shard": 2}),
         ("nf4", {"replicate": 2, "expert": 2}),
+        ("nf4", {"shard": 2, "expert": 2}),
         pytest.param("none", {"shard": 2}, marks=pytest.mark.soak),
         pytest.param("none", {"replicate": 2, "expert": 2}, marks=pytest.mark.soak),
         pytest.param("int8", {"replicate": 2, "expert": 2}, marks=pytest.mark.soak),
