@@ -13,11 +13,20 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from bloomery.core.errors import UserError
 from bloomery.model.configs import read_config
+from bloomery.model.decoder import Decoder
 from bloomery.model.io.quantized import QuantizedWeight
 from bloomery.model.io.safetensors import TensorReader
 from bloomery.model.io.stored import read_headers
-from bloomery.model.io.weights import load_decoder, model_state, write_model
+from bloomery.model.io.weights import (
+    give_memory,
+    load_decoder,
+    model_state,
+    read_model,
+    write_model,
+    write_model_piecewise,
+)
 from bloomery.recipe.schema import Quantize
 
 TOKENS = tokens()
@@ -95,6 +104,13 @@ def test_files_both_ways_have_the_same_bits(tmp_path: Path) -> None:
     assert written.keys() == expected.keys()
     for name, tensor in written.items():
         assert torch.equal(tensor, expected[name]), name
+    (tmp_path / "pieces").mkdir()
+    write_model_piecewise(
+        model_state(ours).__getitem__, ours.config, torch.float32, tmp_path / "pieces"
+    )
+    pieces = load_file(tmp_path / "pieces" / "model.safetensors")
+    assert pieces.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in pieces.items())
     layer = "model.layers.0.mlp.experts"
     stack_EDI = expected[f"{layer}.gate_up_proj"]
     gate_bias = expected[f"{layer}.gate_up_proj_bias"][2, ::2]
@@ -224,3 +240,53 @@ def test_mxfp4_is_quantized_straight_from_its_blocks(kind: str, tmp_path: Path) 
         theirs.fill([matrix.float()], name="x")
         assert torch.equal(ours.codes, theirs.codes)
         assert torch.equal(ours.scales, theirs.scales)
+
+
+@pytest.mark.usefixtures("wide")
+@torch.no_grad()
+def test_mxfp4_through_transformers_layers_has_the_same_logits(tmp_path: Path) -> None:
+    """Its memory has the stacks of files."""
+    mxfp4_folder(tmp_path)
+    native = load_decoder(tmp_path, dtype=torch.float32)
+    with torch.device("meta"):
+        through = Decoder(read_config(tmp_path, "transformers"))
+    give_memory(through, "cpu")
+    read_model(through, tmp_path)
+    assert is_close(through.eval()(TOKENS).head, native(TOKENS).head)
+
+
+BLOCKS = "model.layers.0.mlp.experts.gate_up_proj_blocks"
+SCALES = "model.layers.0.mlp.experts.gate_up_proj_scales"
+
+
+@pytest.mark.usefixtures("wide")
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda t: {k: v for k, v in t.items() if k != SCALES}, "gate_up_proj_scales is missing"),
+        (lambda t: t | {BLOCKS: t[BLOCKS][:3], SCALES: t[SCALES][:3]}, r"is \[3, 64, 64\]"),
+        (lambda t: t | {SCALES: t[SCALES][:, :-1].clone()}, r"_scales is \[4, 63, 2\]"),
+        (
+            lambda t: t | {BLOCKS.removesuffix("_blocks"): torch.zeros(4, 64, 64)},
+            "gate_up_proj is there twice, once quantized",
+        ),
+    ],
+    ids=["scales", "experts", "rows", "twice"],
+)
+def test_blocks_that_contradict_are_refused(change, problem: str, tmp_path: Path) -> None:
+    mxfp4_folder(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=problem):
+        load_decoder(tmp_path)
+
+
+@pytest.mark.usefixtures("wide")
+def test_blocks_of_which_the_config_says_nothing_are_named(tmp_path: Path) -> None:
+    mxfp4_folder(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    del config["quantization_config"]
+    path.write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"quantized \(.*_blocks\), and config.json does not"):
+        load_decoder(tmp_path)

@@ -242,3 +242,32 @@ def test_the_language_model_of_qwen3_vl_is_opened(case: str, tmp_path: Path) -> 
     expected = theirs(TOKENS).logits
     assert torch.equal(opened(TOKENS).logits, expected)
     assert is_close(load_decoder(tmp_path)(TOKENS).head, expected)
+
+
+@torch.no_grad()
+def test_experts_in_fp8_are_read_one_by_one(tmp_path: Path) -> None:
+    saved_reference("qwen3-moe", tmp_path)
+    expected: Tensors = {}
+
+    def packed_tensors(tensors: Tensors) -> Tensors:
+        written: Tensors = {}
+        for name, tensor in tensors.items():
+            if ".experts." not in name:
+                written[name] = tensor
+                continue
+            scale = tensor.abs().max().reshape(1, 1) / 448
+            codes = (tensor / scale).to(torch.float8_e4m3fn)
+            written |= {name: codes, f"{name}_scale_inv": scale}
+            expected[name] = codes.float() * scale
+        return written
+
+    rewrite(tmp_path, packed_tensors)
+    path = tmp_path / "config.json"
+    quantization = {"quant_method": "fp8", "fmt": "e4m3"}
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization})
+    )
+    actual = parts(load_decoder(tmp_path, dtype=torch.float32))
+    assert len(expected) == 3 * 8 * 3
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name], tensor), name

@@ -23,7 +23,7 @@ from bloomery.facts.families import FAMILIES
 from bloomery.facts.family import StoredExperts
 from bloomery.facts.limits import WEIGHTS_BLOCK
 from bloomery.model.io.lines import Lines
-from bloomery.model.io.packed import BYTES, Packing
+from bloomery.model.io.packed import BYTES, Packing, refuse_unsaid
 
 if TYPE_CHECKING:
     from bloomery.model.io.stored import StoredTensor
@@ -72,6 +72,8 @@ def take_experts(tensors: Tensors, config: ModelConfig, *, where: str) -> dict[s
                 by_part[part.name] = layout.part(tensors[whole[0]], part)
             else:
                 first = next(_part_names(layer, part, stored))
+                for file_name in (first, *_stack_names(name, stored)):
+                    refuse_unsaid(file_name, tensors, where=where)
                 raise UserError(f"{first} is missing", where=where, fix=FIX)
             taken.update(single + whole)
     for file_name in taken:

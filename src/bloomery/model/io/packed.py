@@ -131,6 +131,18 @@ def joined(tensors: Tensors, config_json: Mapping[str, Any], folder: Path) -> Te
     return join(_Format(dict(tensors), settings, kind, where))
 
 
+def refuse_unsaid(name: str, tensors: Mapping[str, "StoredTensor"], *, where: str) -> None:
+    """Raises UserError where a matrix of that name is missing, and parts of a quantized one are there."""
+    parts = (f"{name}_packed", f"{name.removesuffix('weight')}qweight", f"{name}_blocks")
+    part = next((part for part in parts if part in tensors), None)
+    if part is not None:
+        raise UserError(
+            f"the weights are quantized ({part[:100]}), and config.json does not say how",
+            where=where,
+            fix="take the config.json of that model, with its quantization_config",
+        )
+
+
 def is_code(tensor: "StoredTensor") -> bool:
     """Whether it is a matrix of codes, and not of numbers or of a buffer's truth values."""
     return len(tensor.shape) > 1 and tensor.kind not in ("F64", "F32", "F16", "BF16", "BOOL")
@@ -183,6 +195,9 @@ class _Format:
             )
 
     def put(self, name: str, codes: "StoredTensor", shape: tuple[int, ...], how: Packing) -> None:
+        """Raises UserError where the matrix is there as numbers, too."""
+        if self.tensors.get(name, codes) is not codes:
+            raise self.refuse(f"{name[:120]} is there twice, once quantized", "save it again")
         self.tensors[name] = replace(codes, kind=self.kind, shape=shape, packing=how)
 
     def without_activations(self) -> Tensors:

@@ -31,7 +31,7 @@ from bloomery.facts.family import StoredExperts, StoredNames
 from bloomery.hub import PICKLE_SUFFIXES
 from bloomery.model.io.expert_tensors import expert_names, take_experts
 from bloomery.model.io.lines import Lines
-from bloomery.model.io.packed import FLOAT8, Packing, joined, packing_notes
+from bloomery.model.io.packed import FLOAT8, Packing, joined, packing_notes, refuse_unsaid
 from bloomery.model.io.tensor_names import transformers_names
 
 if TYPE_CHECKING:
@@ -624,12 +624,8 @@ def read_headers(
         expected_shape = location.stored_shape(shapes[name])
         if location_tensor is None and headless and name == VALUES:
             continue
-        if location_tensor is None and (part := _part_of(location.name, tensors)) is not None:
-            raise UserError(
-                f"the weights are quantized ({part[:100]}), and config.json does not say how",
-                where=str(folder),
-                fix="take the config.json of that model, with its quantization_config",
-            )
+        if location_tensor is None:
+            refuse_unsaid(location.name, tensors, where=str(folder))
         if location_tensor is None:
             raise _missing(location.name, config, folder)
         if location_tensor.shape != expected_shape:
@@ -676,12 +672,6 @@ def _part_of_conversion(
             fix="put the config.json there that was saved with these weights",
         )
     return tensor
-
-
-def _part_of(name: str, tensors: Mapping[str, StoredTensor]) -> str | None:
-    """A tensor that is a part of the quantized matrix of that name, or None."""
-    parts = (f"{name}_packed", f"{name.removesuffix('weight')}qweight", f"{name}_blocks")
-    return next((part for part in parts if part in tensors), None)
 
 
 def _unused_keys(config: ModelConfig) -> set[str]:
