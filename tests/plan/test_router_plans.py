@@ -43,6 +43,7 @@ def test_a_frozen_router_has_no_loss_unless_asked():
         ({"loss": "none"}, RouterPlan()),
         ({"loss": 0}, RouterPlan()),
         ({"loss": 0.5, "z_loss": 0.25}, RouterPlan(loss=0.5, z_loss=0.25)),
+        ({"pooled": False}, RouterPlan(loss=0.001, pooled=False)),
         ({"z_loss": "none", "counts": "micro_batch"}, RouterPlan(loss=0.001, counts="micro_batch")),
     ],
 )

@@ -17,6 +17,7 @@ from bloomery.model.experts import Router
 from bloomery.parallel.apply import apply
 from bloomery.plan.types import RouterPlan
 from bloomery.train import step as step_module
+from bloomery.train.balance import balance_loss
 from bloomery.train.objectives.build import Objective, pretraining
 from bloomery.train.objectives.losses import LossParts
 from bloomery.train.state import build_state
@@ -112,7 +113,10 @@ def expected(
     model = build_state(plan).model_and_optimizer.model.double()
     logits = router_logits(model, whole)
     is_real = (whole.documents >= 0).flatten()
-    loss = load_balancing_loss_func(tuple(logits), 8, 2, attention_mask=is_real.long()[None])
+    together = [tuple(logits)] if router.pooled else [(layer,) for layer in logits]
+    mask = is_real.long()[None]
+    losses = [load_balancing_loss_func(layers, 8, 2, attention_mask=mask) for layers in together]
+    loss = torch.stack(losses).mean()
     squares = torch.cat([layer[is_real] for layer in logits]).logsumexp(-1).square()
     (router.loss * loss + router.z_loss * squares.mean()).backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -130,14 +134,23 @@ def assert_same(
 
 
 @pytest.mark.parametrize("size", [4, 2, 1])
-@pytest.mark.parametrize("padding", [0, 5])
-def test_value_and_gradients_are_those_of_transformers(size, padding) -> None:
+@pytest.mark.parametrize(("padding", "pooled"), [(0, True), (5, True), (5, False)])
+def test_value_and_gradients_are_those_of_transformers(size, padding, pooled) -> None:
+    """Of each layer by itself where they are not pooled."""
     whole = batch(4, padding=padding)
-    theirs, loss = expected(whole)
-    _, ours, metrics = stepped(cut(whole, size))
+    router = ROUTER.model_copy(update={"pooled": pooled})
+    theirs, loss = expected(whole, router)
+    _, ours, metrics = stepped(cut(whole, size), router)
     # transformers sums probabilities in float32.
     assert_same(ours, theirs, 1e-6)
     assert metrics["router/balance_loss"] == pytest.approx(loss, rel=1e-6)
+
+
+def test_layers_that_complement_each_other_are_even_together_alone() -> None:
+    """Each of two layers uses its own half of the experts: 2 at K = 2 is even, and twice as much is not."""
+    halves = torch.tensor([[0.5] * 4 + [0.0] * 4, [0.0] * 4 + [0.5] * 4])
+    assert balance_loss(halves, halves / 2, pooled=True) == pytest.approx(2.0)
+    assert balance_loss(halves, halves / 2, pooled=False) == pytest.approx(4.0)
 
 
 def test_micro_batches_add_up_to_one_batch() -> None:
@@ -149,9 +162,10 @@ def test_micro_batches_add_up_to_one_batch() -> None:
         assert metrics_of_small == pytest.approx(metrics, rel=1e-6)
 
 
-def test_counts_of_each_micro_batch_are_the_mean_of_their_losses() -> None:
+@pytest.mark.parametrize("pooled", [True, False])
+def test_counts_of_each_micro_batch_are_the_mean_of_their_losses(pooled) -> None:
     """As trainers do that divide each loss by the number of micro-batches."""
-    router = RouterPlan(loss=0.5, counts="micro_batch")
+    router = RouterPlan(loss=0.5, counts="micro_batch", pooled=pooled)
     parts = cut(batch(4), 2)
     _, ours, metrics = stepped(parts, router)
     theirs: dict[str, Tensor] = {}
@@ -160,7 +174,8 @@ def test_counts_of_each_micro_batch_are_the_mean_of_their_losses() -> None:
             theirs[name] = theirs.get(name, 0) + gradient / len(parts)
     assert_same(ours, theirs, 1e-6)
     # The reported loss is that of the whole step.
-    assert metrics["router/balance_loss"] == pytest.approx(expected(batch(4))[1], rel=1e-6)
+    loss = expected(batch(4), router)[1]
+    assert metrics["router/balance_loss"] == pytest.approx(loss, rel=1e-6)
 
 
 def test_packed_documents_count_as_each_alone() -> None:
@@ -247,8 +262,9 @@ def test_a_recomputation_keeps_the_choice_of_the_forward(monkeypatch, mode) -> N
 
 
 def test_counts_are_exact_in_half_precision() -> None:
-    """Every token to the same experts: bfloat16 has no 257."""
-    whole = batch(16, padding=0)
+    """All 375 tokens to the same experts: bfloat16 has no such number."""
+    whole = batch(15, padding=1)
+    assert int((whole.documents >= 0).sum()) == 375
     plan = tiny_plan(config=mixture(), train={"router": ROUTER, "precision": "bfloat16"})
     state = build_state(plan).model_and_optimizer
     with torch.no_grad():
@@ -256,7 +272,8 @@ def test_counts_are_exact_in_half_precision() -> None:
             if isinstance(module, Router):
                 module.weight.zero_()
     result = train_step(state, [whole], SILENT, plan=plan.train, lr_scale=1.0, reports_experts=True)
-    assert all(sorted(ratios)[-2:] == [4.0, 4.0] for ratios in result.expert_load.values())
+    for ratios in result.expert_load.values():
+        assert sorted(ratios)[-2:] == pytest.approx([4.0, 4.0], rel=1e-6)
 
 
 def test_losses_of_routers_are_no_part_of_the_reported_loss() -> None:

@@ -32,6 +32,10 @@ MESHES = {
 OFTEN = {("2 copies", 1), ("2 copies", 2), ("2 stages", 1), ("2 divide experts", 1)}
 
 
+# Of each layer by itself: stages have some of them.
+UNPOOLED = ROUTER.model_copy(update={"pooled": False})
+
+
 def plan_of(prepared, *, size: int, **train_changes):
     train_plan = {
         "router": ROUTER,
@@ -85,6 +89,25 @@ def test_balance_is_that_of_one_rank(prepared, alone, tmp_path, mesh, size) -> N
         value = expected_first["metrics"][name]
         assert first["metrics"][name] == pytest.approx(value, rel=1e-6), name
     assert gradients.keys() == expected.keys()
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    for name, gradient in expected.items():
+        torch.testing.assert_close(
+            gradients[name], gradient, rtol=0, atol=1e-6 * max(1.0, largest), msg=name
+        )
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param({"pipeline": 2}, id="2 stages"),
+        pytest.param({"replicate": 2}, id="2 copies", marks=pytest.mark.soak),
+    ],
+)
+def test_balance_of_each_layer_is_that_of_one_rank(prepared, tmp_path, mesh) -> None:
+    _, expected = noted(plan_of(prepared, size=4, router=UNPOOLED), tmp_path / "alone")
+    _, gradients = noted(
+        on_ranks(plan_of(prepared, size=1, router=UNPOOLED), **mesh), tmp_path / "several"
+    )
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
     for name, gradient in expected.items():
         torch.testing.assert_close(

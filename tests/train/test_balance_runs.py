@@ -130,3 +130,24 @@ def test_long_runs_report_the_load_of_experts_more_seldom() -> None:
     assert len(steps) < 900
     gaps = [after - before for before, after in itertools.pairwise(steps)]
     assert gaps == sorted(gaps)
+
+
+def test_the_loss_evens_the_load_of_each_layer(prepared, tmp_path) -> None:
+    """Without it a few experts take most tokens. The mean of the last steps of the same small run."""
+    variation = {}
+    for name, router in (
+        ("without", RouterPlan()),
+        ("with", RouterPlan(loss=0.05, pooled=False)),
+    ):
+        plan = plan_of(prepared, router=router, steps=40, accumulation=1, tokens_per_step=128)
+        never = {"every_steps": 40}
+        plan = plan.model_copy(
+            update={
+                "eval": plan.eval.model_copy(update=never),
+                "checkpoint": plan.checkpoint.model_copy(update=never),
+            }
+        )
+        steps = fields(train(plan, tmp_path / name), "StepDone")[-10:]
+        variation[name] = sum(step["metrics"]["router/load_variation"] for step in steps) / 10
+    assert variation["with"] < 0.6 * variation["without"]
+    assert variation["with"] < 0.5

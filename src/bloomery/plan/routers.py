@@ -23,6 +23,7 @@ def router_plan(recipe: Recipe, config: ModelConfig) -> RouterPlan | None:
         z_loss=section.z_loss or 0.0,
         bias_update=section.bias_update or 0.0,
         counts=section.counts,
+        pooled=section.pooled,
     )
 
 

@@ -199,6 +199,7 @@ class RouterPlan(PlanPart):
     z_loss: NotNegative = 0.0
     bias_update: NotNegative = 0.0
     counts: Literal["step", "micro_batch"] = "step"
+    pooled: bool = True  # the loss is of all layers together, and not the mean of theirs
 
 
 class TrainPlan(PlanPart):

@@ -430,6 +430,10 @@ class RouterSection(Section):
         "Load that the loss evens: of the whole step, which takes one more forward with gradient accumulation,"
         " or of each micro-batch.",
     )
+    pooled: bool = key(
+        True,
+        "Even the load of all layers together, as transformers; false: of each layer, as Switch Transformers.",
+    )
 
 
 class Wsd(Section):

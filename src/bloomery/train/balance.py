@@ -54,35 +54,41 @@ class StepLoad:
         even_L = self.tokens_L * (self.facts.per_token / self.facts.count)
         return self.counts_LE / even_L[:, None]
 
-    def metrics(self, *, has_z_loss: bool) -> dict[str, Tensor]:
+    def metrics(self, *, has_z_loss: bool, pooled: bool) -> dict[str, Tensor]:
         """By the names of events: means over the layers, the extremes of all, and losses without their coefficients."""
         ratios_LE = self.ratios_LE
         num_tokens = self.tokens_L.sum()
         shares_LE = self.counts_LE / self.counts_LE.sum(1, keepdim=True)
         entropy_L = -torch.special.xlogy(shares_LE, shares_LE).sum(1)
-        pooled = balance_loss(
-            self.counts_LE.sum(0) / num_tokens, self.scores_LE.sum(0) / num_tokens
+        balance = balance_loss(
+            self.counts_LE / self.tokens_L[:, None],
+            self.scores_LE / self.tokens_L[:, None],
+            pooled=pooled,
         )
         z_loss = {"router/z_loss": self.sums_LX[:, -2].sum() / num_tokens} if has_z_loss else {}
         return {
-            "router/balance_loss": pooled,
+            "router/balance_loss": balance,
             **z_loss,
             "router/highest_load": ratios_LE.max(),
             "router/load_variation": ratios_LE.std(1, correction=0).mean(),
-            "router/dead_experts": (self.counts_LE == 0).sum().to(pooled),
+            "router/dead_experts": (self.counts_LE == 0).sum().to(balance),
             "router/load_entropy": entropy_L.mean() / math.log(self.facts.count),
             "router/entropy": self.sums_LX[:, -1].sum() / num_tokens,
         }
 
 
-def balance_loss(fractions_E: Tensor, probabilities_E: Tensor) -> Tensor:
-    """E times the sum of fractions and probabilities multiplied, as `load_balancing_loss_func` of transformers
-    (arXiv:2101.03961, eq. 4, whose fractions sum to 1): K where both are even, K the experts of a token.
+def balance_loss(fractions_LE: Tensor, probabilities_LE: Tensor, *, pooled: bool) -> Tensor:
+    """E times the sum of fractions and probabilities multiplied (arXiv:2101.03961, eq. 4, whose fractions sum to 1): K
+    where both are even, K the experts of a token.
 
-    `fractions_E`: tokens that chose each expert, per token, over all layers together; they sum to K.
-    `probabilities_E`: the mean probability of each expert.
+    `fractions_LE`: tokens that chose each expert, per token; those of a layer sum to K. `probabilities_LE`: the mean
+    probability of each expert. `pooled`: of all layers together, as `load_balancing_loss_func` of transformers; it is
+    even, too, where layers that are uneven complement each other. Else the mean of the layers' losses.
     """
-    return len(fractions_E) * (fractions_E * probabilities_E).sum()
+    if pooled:
+        fractions_LE = fractions_LE.mean(0, keepdim=True)
+        probabilities_LE = probabilities_LE.mean(0, keepdim=True)
+    return fractions_LE.shape[1] * (fractions_LE * probabilities_LE).sum(1).mean()
 
 
 @dataclass(kw_only=True)
@@ -97,8 +103,8 @@ class StepBalance:
     mesh: Mesh
     num_tokens: float
     num_micro_batches: int
-    # [E]: tokens of the whole step that chose each expert, over all layers; None: not counted yet.
-    counts_E: Tensor | None = None
+    # [L, E]: tokens of the whole step that chose each expert; None: not counted yet.
+    counts_LE: Tensor | None = None
     _sums: Tensor | None = field(default=None, init=False)
 
     @property
@@ -123,12 +129,12 @@ class StepBalance:
 
     def count(self, forwards: Sequence[Callable[[], Loads]]) -> None:
         """The counts of the whole step, by forwards without gradients of this rank's micro-batches."""
-        counts_E: Tensor | None = None
+        counts_LE = torch.zeros(len(self.layers), self._facts.count, device=self.mesh.device)
         with torch.no_grad():
             for forward in forwards:
-                for load in forward().values():
-                    counts_E = load.counts_E if counts_E is None else counts_E + load.counts_E
-        self.counts_E = self._of_all_ranks(counts_E)
+                for layer, load in forward().items():
+                    counts_LE[self.layers.index(layer)] += load.counts_E
+        self.counts_LE = self.mesh.all_reduce(counts_LE)
 
     def note(self, loads: Loads) -> None:
         """Adds the loads of a micro-batch to those that the step reports."""
@@ -172,36 +178,37 @@ class StepBalance:
         All ranks of a step that has one micro-batch meet here for its counts.
         """
         asks_counts = self.plan.loss > 0 and self.plan.counts == "step"
-        if asks_counts and self.counts_E is None:
-            counts_E = None if self._sums is None else self._sums[:, : self._facts.count].sum(0)
-            self.counts_E = self._of_all_ranks(counts_E)
-        if not loads:
-            return None
-        num_rows = max(1.0, self.num_tokens) * len(self.layers)
+        if asks_counts and self.counts_LE is None:
+            counts_LE = self.load_of(self.sums).counts_LE
+            self.counts_LE = self.mesh.all_reduce(counts_LE.clone())
         parts = []
-        if self.plan.z_loss:
+        if loads and self.plan.z_loss:
             squares = torch.stack([load.squares for load in loads.values()]).sum()
+            num_rows = max(1.0, self.num_tokens) * len(self.layers)
             parts.append(self.plan.z_loss * squares / num_rows)
-        if self.plan.loss:
-            scores_E = torch.stack([load.scores_E for load in loads.values()]).sum(0)
-            if self.counts_E is not None:
-                fractions_E = self.counts_E.to(scores_E) / num_rows
-                probabilities_E = scores_E / num_rows
-            else:
-                # Its own counts, and an equal share of the step, as in trainers that add the losses of micro-batches.
-                tokens = next(iter(loads.values())).tokens.clamp(min=1)
-                counts_E = torch.stack([load.counts_E for load in loads.values()]).sum(0)
-                fractions_E = counts_E / (tokens * len(loads))
-                share = len(self.layers) * self.num_micro_batches
-                probabilities_E = scores_E / (tokens * share)
-            parts.append(self.plan.loss * balance_loss(fractions_E, probabilities_E))
+        if loads and self.plan.loss:
+            parts.append(self.plan.loss * self._balance_loss(loads))
         return torch.stack(parts).sum() if parts else None
 
-    def _of_all_ranks(self, counts_E: Tensor | None) -> Tensor:
-        """Their sum. A stage without experts has none of its own."""
-        if counts_E is None:
-            counts_E = torch.zeros(self._facts.count, device=self.mesh.device)
-        return self.mesh.all_reduce(counts_E.detach().float().clone())
+    def _balance_loss(self, loads: Loads) -> Tensor:
+        """The part of the step's loss that the layers of a micro-batch have."""
+        scores_LE = torch.stack([load.scores_E for load in loads.values()])
+        share = len(loads) / len(self.layers)
+        if self.counts_LE is None:
+            # Its own counts, and an equal share of the step, as in trainers that add the losses of micro-batches.
+            tokens = next(iter(loads.values())).tokens.clamp(min=1)
+            counts_LE = torch.stack([load.counts_E for load in loads.values()])
+            loss = balance_loss(counts_LE / tokens, scores_LE / tokens, pooled=self.plan.pooled)
+            return loss * (share / self.num_micro_batches)
+        tokens_of_step = max(1.0, self.num_tokens)
+        fractions_LE = self.counts_LE.to(scores_LE) / tokens_of_step
+        if self.plan.pooled:
+            # The fractions are those of all layers, whichever of them are here.
+            fractions_LE = fractions_LE.mean(0).expand_as(scores_LE)
+        else:
+            own_rows = [fractions_LE[self.layers.index(layer)] for layer in loads]
+            fractions_LE = torch.stack(own_rows)
+        return share * balance_loss(fractions_LE, scores_LE / tokens_of_step, pooled=False)
 
     def update_biases(self, model: Decoder, load: StepLoad) -> None:
         """Moves the bias of each expert's choice by `bias_update` towards an even load, in float32

@@ -307,7 +307,7 @@ def train_step(
     metric_means = {name: sums[0] / sums[1] for name, sums in metric_sums.items()}
     details = total.new_zeros(0)
     if balance is not None and load is not None:
-        metric_means |= load.metrics(has_z_loss=balance.plan.z_loss > 0)
+        metric_means |= load.metrics(has_z_loss=balance.plan.z_loss > 0, pooled=balance.plan.pooled)
         details = load.ratios_LE.flatten() if reports_experts else details
     on_device = torch.cat([torch.stack([total / num_targets, *metric_means.values()]), details])
     if norm.device == total.device:
