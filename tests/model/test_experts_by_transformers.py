@@ -7,9 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_architectures import architectures
+from tiny_models import saved_reference
 from transformers import AutoModelForCausalLM
 
 from bloomery.core.errors import UserError
+from bloomery.facts.counting import active_parameter_count, layers, parameter_count
 from bloomery.model.configs import read_config
 from bloomery.model.io.stored import read_headers
 from bloomery.model.io.weights import (
@@ -155,3 +157,18 @@ def test_the_config_counts_the_experts_and_files_name_their_tensors(tmp_path: Pa
     written = json.loads((tmp_path / "config.json").read_text())
     assert written["model_type"] == "phimoe"
     assert AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters() > 0
+
+
+@pytest.mark.parametrize("case", ["mixtral", "gpt-oss", "qwen3-moe"])
+def test_a_token_is_counted_in_the_experts_that_it_meets(case: str, tmp_path: Path) -> None:
+    """As natively: transformers' layers hold the same parameters."""
+    saved_reference(case, tmp_path)
+    native, through = (read_config(tmp_path, kind) for kind in ("native", "transformers"))
+    assert through.transformers_backend is not None
+    assert parameter_count(through) == parameter_count(native)
+    assert (
+        active_parameter_count(through) == active_parameter_count(native) < parameter_count(native)
+    )
+    assert [layer.active_products for layer in layers(through)] == [
+        layer.active_products for layer in layers(native)
+    ]

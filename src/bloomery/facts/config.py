@@ -98,6 +98,7 @@ class TransformersBackend:
     # thousands of names, which follow from the rest: plans look a config up thousands of times
     conversions: tuple[StoredConversion, ...] = field(default=(), hash=False)
     experts: int = 0
+    experts_per_token: int = 0  # 0: its config does not say
     safe_reason: str = ""  # why transformers itself loads the weights; empty: it does not
 
 

@@ -123,6 +123,8 @@ class Layer:
     short_convolution: ShortConvolution | None = None
     latent_attention: LatentAttention | None = None
     experts: Experts | None = None  # in place of an MLP
+    # Of transformers' layers: how many experts their stacks have, and how many of them a token meets.
+    foreign_experts: tuple[int, int] | None = None
 
     @property
     def name(self) -> str:
@@ -183,28 +185,44 @@ class Layer:
     @property
     def expert_share(self) -> float:
         """Of its experts, how many a token meets."""
-        return 1.0 if self.experts is None else self.experts.per_token / self.experts.count
+        count, per_token = self.experts_met
+        return per_token / count
+
+    @property
+    def experts_met(self) -> tuple[int, int]:
+        """How many experts it has, and how many of them a token meets; (1, 1) without any."""
+        if self.experts is not None:
+            return self.experts.count, self.experts.per_token
+        return self.foreign_experts or (1, 1)
+
+    @property
+    def stack_shapes(self) -> tuple[Shape, ...]:
+        """Of the parameters that have an entry for each expert."""
+        if self.experts is not None:
+            return tuple(shape for name, shape in self.shapes if is_expert_stack(name))
+        if self.foreign_experts is None:
+            return ()
+        count, _ = self.foreign_experts
+        return tuple(
+            shape
+            for name, shape in self.shapes
+            if ".experts." in f".{name}" and shape[:1] == (count,)
+        )
 
     @property
     def idle_parameters(self) -> int:
         """Of the experts that a token does not meet."""
-        if self.experts is None:
-            return 0
-        stacked = sum(math.prod(shape) for name, shape in self.shapes if is_expert_stack(name))
-        return stacked // self.experts.count * (self.experts.count - self.experts.per_token)
+        count, per_token = self.experts_met
+        stacked = sum(math.prod(shape) for shape in self.stack_shapes)
+        return stacked // count * (count - per_token)
 
     @property
     def expert_products(self) -> int:
         """Multiply-adds of a token in its experts and their router."""
-        if self.experts is None:
-            return 0
-        matrices = sum(
-            math.prod(shape)
-            for name, shape in self.shapes
-            if is_expert_stack(name) and len(shape) == 3
-        )
-        router = self.experts.count * self.hidden_size
-        return matrices // self.experts.count * self.experts.per_token + router
+        count, per_token = self.experts_met
+        matrices = sum(math.prod(shape) for shape in self.stack_shapes if len(shape) == 3)
+        router = count * self.hidden_size if matrices else 0
+        return matrices // count * per_token + router
 
     @property
     def total_parameters(self) -> int:
@@ -278,7 +296,15 @@ def _layer(config: ModelConfig, index: int) -> Layer:
         short_convolution=config.short_convolution if mixer == "short_convolution" else None,
         latent_attention=config.latent_attention if mixer == "attention" else None,
         experts=experts,
+        foreign_experts=_foreign_experts(config),
     )
+
+
+def _foreign_experts(config: ModelConfig) -> tuple[int, int] | None:
+    backend = config.transformers_backend
+    if backend is None or not backend.experts:
+        return None
+    return backend.experts, backend.experts_per_token or backend.experts
 
 
 def experts_of(config: ModelConfig, index: int) -> Experts | None:

@@ -163,7 +163,8 @@ def _probed(raw_config: str, where: str) -> ModelConfig:
         architecture=type(model).__name__,
         attention=attention,
         safe_reason=safe_reason,
-        experts=max((_largest(fields.get(key)) or 0 for key in EXPERTS), default=0),
+        experts=max(_largest(fields.get(key)) or 0 for key in EXPERTS),
+        experts_per_token=max(_largest(fields.get(key)) or 0 for key in EXPERTS_MET),
         **facts,
     )
     config = ModelConfig(
@@ -280,6 +281,7 @@ def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
 SAFE_REASON = "model.load_with=transformers asks for it"
 # The keys under which configs state the number of experts.
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS_MET = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 
 
 def read_config(folder: Path, implementation: str = "auto") -> ModelConfig:
