@@ -47,6 +47,22 @@ def saved_adapter(base: Path, folder: Path, targets: list[str]) -> Path:
     return folder
 
 
+def saved_expert_adapter(base: Path, folder: Path, prefix: str = "mlp.experts") -> Path:
+    """PEFT's LoRA of stacks of experts, with random matrices that show in the logits."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    targets = [f"{prefix}.gate_up_proj", f"{prefix}.down_proj"]
+    settings = LoraConfig(r=2, lora_alpha=6, target_modules=[], target_parameters=targets)
+    torch.manual_seed(0)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, 0, 0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
 def tokens(length: int = 24) -> list[int]:
     return torch.randint(
         0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(3)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
-from gguf_models import VOCABULARY, saved_adapter, saved_case
+from gguf_models import VOCABULARY, saved_adapter, saved_case, saved_expert_adapter
 from safetensors.torch import load_file
 
 from bloomery.core.errors import UserError
@@ -105,22 +105,13 @@ def test_what_no_graph_computes_is_refused(
 @pytest.mark.parametrize("case", ["mixtral", "deepseek-v3"])
 @torch.no_grad()
 def test_an_adapter_is_merged_into_experts(case: str, tmp_path: Path) -> None:
-    """PEFT merges it into the same model; alone it is refused, as llama.cpp would add none of it."""
-    from peft import LoraConfig, PeftModel, get_peft_model
+    """PEFT merges it into the same model."""
+    from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     fitting = {"rope_parameters": tiny_models.YARN | {"mscale": 0.8, "mscale_all_dim": 0.8}}
     source = saved_case(case, tmp_path / "source", **(fitting if case == "deepseek-v3" else {}))
-    base = AutoModelForCausalLM.from_pretrained(source)
-    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    settings = LoraConfig(r=2, lora_alpha=6, target_modules=[], target_parameters=targets)
-    torch.manual_seed(0)
-    adapted = get_peft_model(base, settings)
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
-            parameter.normal_(0, 0.2)
-    adapted.save_pretrained(tmp_path / "adapter")
-    files = find_model(tmp_path / "adapter")
+    files = find_model(saved_expert_adapter(source, tmp_path / "adapter"))
     done = export_gguf(files, tmp_path / "merged.gguf", kind="f32")
     import_gguf(done.folder, tmp_path / "back")
     plain = AutoModelForCausalLM.from_pretrained(source)
@@ -131,8 +122,29 @@ def test_an_adapter_is_merged_into_experts(case: str, tmp_path: Path) -> None:
         load_decoder(tmp_path / "back")(tokens).head, expected, atol=1e-4, rtol=0
     )
     assert (load_decoder(source)(tokens).head - expected).abs().max() > 0.01
-    with pytest.raises(UserError, match="matrices of experts"):
-        export_gguf_adapter(files, tmp_path / "alone.gguf")
+
+
+@pytest.mark.parametrize("case", ["mixtral", "gemma4-26b-a4b"])
+def test_an_adapter_of_experts_goes_alone(case: str, tmp_path: Path) -> None:
+    """llama.cpp adds alpha / rank * B_e @ A_e to the matrix of each expert: the difference that a merge makes."""
+    source = saved_case(case, tmp_path / "source")
+    prefix = "mlp.experts" if case == "mixtral" else "experts"
+    files = find_model(saved_expert_adapter(source, tmp_path / "adapter", prefix))
+    merged = export_gguf(files, tmp_path / "merged.gguf", kind="f32").folder
+    base = export_gguf(find_model(source), tmp_path / "base.gguf", kind="f32").folder
+    alone = export_gguf_adapter(files, tmp_path / "alone.gguf", kind="f32").folder
+    whole, plain, pairs = (contents_of(path)[1] for path in (merged, base, alone))
+    names = {name.rpartition(".lora_")[0] for name in pairs}
+    modules = ("gate", "up", "down") if case == "mixtral" else ("gate_up", "down")
+    assert {name for name in names if name.startswith("blk.0.")} == {
+        f"blk.0.ffn_{module}_exps.weight" for module in modules
+    }
+    for name in names:
+        A, B = pairs[f"{name}.lora_a"].data, pairs[f"{name}.lora_b"].data
+        assert len(A) == len(B) == len(whole[name].data)
+        difference = whole[name].data - plain[name].data
+        assert np.abs(difference).max() > 0.05
+        np.testing.assert_allclose(difference, B @ A / A.shape[1], atol=1e-5)
 
 
 def test_an_adapter_of_latent_attention_goes_merged_alone(tmp_path: Path) -> None:
@@ -141,6 +153,30 @@ def test_an_adapter_of_latent_attention_goes_merged_alone(tmp_path: Path) -> Non
     export_gguf(adapter, tmp_path / "merged.gguf", kind="f32")
     with pytest.raises(UserError, match="latent attention"):
         export_gguf_adapter(adapter, tmp_path / "alone.gguf")
+    of_outputs = find_model(saved_adapter(source, tmp_path / "outputs", ["o_proj"]))
+    done = export_gguf_adapter(of_outputs, tmp_path / "outputs.gguf")
+    assert done.proofs[0].startswith("4 pairs")
+
+
+@pytest.mark.parametrize(
+    ("case", "suffix"), [("granite4", ""), ("granite4-moe", "_shexp")], ids=["dense", "mixture"]
+)
+def test_an_adapter_of_a_fused_matrix_is_divided_among_the_tensors_of_the_file(
+    case: str, suffix: str, tmp_path: Path
+) -> None:
+    source = saved_case(case, tmp_path / "source")
+    targets = ["q_proj", "shared_mlp.input_linear"]
+    files = find_model(saved_adapter(source, tmp_path / "adapter", targets))
+    merged = export_gguf(files, tmp_path / "merged.gguf", kind="f32").folder
+    base = export_gguf(find_model(source), tmp_path / "base.gguf", kind="f32").folder
+    alone = export_gguf_adapter(files, tmp_path / "alone.gguf", kind="f32").folder
+    whole, plain, pairs = (contents_of(path)[1] for path in (merged, base, alone))
+    for module in ("attn_q", f"ffn_gate{suffix}", f"ffn_up{suffix}"):
+        name = f"blk.1.{module}.weight"
+        A, B = pairs[f"{name}.lora_a"].data, pairs[f"{name}.lora_b"].data
+        difference = whole[name].data - plain[name].data
+        assert np.abs(difference).max() > 0.05
+        np.testing.assert_allclose(difference, B @ A / len(A), atol=1e-5)
 
 
 def test_an_adapter_of_attention_in_a_mixture_goes_alone(tmp_path: Path) -> None:

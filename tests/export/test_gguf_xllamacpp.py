@@ -7,13 +7,20 @@ import httpx
 import pytest
 import tiny_models
 import torch
-from gguf_models import saved_case, saved_gemma4_pieces, tokens
+from gguf_models import (
+    saved_adapter,
+    saved_case,
+    saved_expert_adapter,
+    saved_gemma4_pieces,
+    tokens,
+)
 from safetensors.torch import load_file, save_file
 
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
-from bloomery.export.gguf import export_gguf
+from bloomery.export.gguf import export_gguf, export_gguf_adapter
 from bloomery.export.verify import TEXTS
 from bloomery.infer.model_folder import find_model
+from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import load_decoder
 
 llama_cpp = pytest.importorskip("xllamacpp", reason="not installed: pip install xllamacpp")
@@ -68,11 +75,16 @@ CONTEXT = 128
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": CONTEXT}
 
 
-def server_of(path: Path) -> Any:
+def server_of(path: Path, lora: Path | None = None) -> Any:
     """Keys and values stay float32, and one thread computes."""
     settings = llama_cpp.CommonParams()
     settings.model.path = str(path)
     settings.n_ctx = CONTEXT
+    if lora is not None:
+        adapter = llama_cpp.CommonAdapterLoraInfo()
+        adapter.path = str(lora)
+        adapter.scale = 1.0
+        settings.lora_adapters = [adapter]
     settings.n_parallel = 1
     settings.n_gpu_layers = 0
     settings.warmup = False
@@ -102,8 +114,11 @@ def test_llama_cpp_continues_a_text_as_the_model_does(case: str, tmp_path: Path)
     if case in LARGE_GATES:
         enlarge_gates(source)
     path = export_gguf(find_model(source), tmp_path / "out.gguf", kind="f32").folder
-    decoder = load_decoder(source)
-    server = server_of(path)
+    assert_same_texts(load_decoder(source), server_of(path), LIMITS.get(case, 1e-4))
+
+
+def assert_same_texts(decoder: Decoder, server: Any, limit: float) -> None:
+    """Both continue a text with the same tokens, and give each the same log-probability."""
     text = tokens(24)
     compared = 0
     for _ in range(24):
@@ -117,10 +132,47 @@ def test_llama_cpp_continues_a_text_as_the_model_does(case: str, tmp_path: Path)
             assert top[0]["id"] == int(expected.argmax())
             for entry in top:
                 difference = abs(entry["logprob"] - float(expected[entry["id"]]))
-                assert difference < LIMITS.get(case, 1e-4)
+                assert difference < limit
             compared += 1
         text.append(int(expected.argmax()))
     assert compared > 5
+
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+MLP = ["gate_proj", "up_proj", "down_proj"]
+ADAPTED = {
+    "qwen2-moe": [*ATTENTION, *MLP, "shared_expert_gate"],
+    "granite4": ["q_proj", "shared_mlp.input_linear", "shared_mlp.output_linear"],
+    "granite4-moe": [*ATTENTION, "shared_mlp.input_linear", "shared_mlp.output_linear"],
+    "lfm2-moe": ["q_proj", "self_attn.out_proj", "conv.in_proj", "conv.out_proj", "w1", "w3"],
+    "qwen3-next": [*ATTENTION, "in_proj_qkvz", "in_proj_ba", "linear_attn.out_proj", *MLP],
+    "qwen3.5-moe": [*ATTENTION, "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", *MLP],
+    "deepseek-v3": ["o_proj", *(f"shared_experts.{name}" for name in MLP)],
+}
+
+
+@pytest.mark.parametrize("case", ADAPTED)
+@torch.no_grad()
+def test_llama_cpp_adds_an_adapter_to_every_module(case: str, tmp_path: Path) -> None:
+    source = saved_case(case, tmp_path / "source", **SIZES | FITTING.get(case, {}))
+    with torch.enable_grad():
+        files = find_model(saved_adapter(source, tmp_path / "adapter", ADAPTED[case]))
+    base = export_gguf(find_model(source), tmp_path / "base.gguf", kind="f32").folder
+    lora = export_gguf_adapter(files, tmp_path / "lora.gguf", kind="f32").folder
+    assert_same_texts(load_decoder(files.weights, base=source), server_of(base, lora), 1e-4)
+
+
+@pytest.mark.parametrize("case", ["qwen3-moe", "gpt-oss"])
+@torch.no_grad()
+def test_llama_cpp_adds_an_adapter_of_experts(case: str, tmp_path: Path) -> None:
+    source = saved_case(case, tmp_path / "source", **SIZES | FITTING[case])
+    files = find_model(saved_expert_adapter(source, tmp_path / "adapter"))
+    base = export_gguf(find_model(source), tmp_path / "base.gguf", kind="f32").folder
+    lora = export_gguf_adapter(files, tmp_path / "lora.gguf", kind="f32").folder
+    adapted = load_decoder(files.weights, base=source)
+    text = torch.tensor([tokens(24)])
+    assert (adapted(text).head - load_decoder(source)(text).head).abs().max() > 0.01
+    assert_same_texts(adapted, server_of(base, lora), 1e-4)
 
 
 def test_llama_cpp_cuts_texts_by_the_merges_of_gemma_4(tmp_path: Path) -> None:

@@ -48,17 +48,33 @@ from bloomery.export.gguf_format import (
     unsupported,
     vocabulary,
 )
-from bloomery.export.layouts import Exported, draft_of, merged_state, open_merged
+from bloomery.export.layouts import (
+    Exported,
+    adapter_without_base,
+    draft_of,
+    merged_state,
+    open_merged,
+)
 from bloomery.export.verify import verify_gguf
 from bloomery.facts.config import DeltaNet, LatentAttention, ModelConfig
-from bloomery.facts.counting import is_in_layer, layers, smallest_window, unstacked_shapes
+from bloomery.facts.counting import (
+    expert_parts,
+    expert_stacks,
+    is_expert_stack,
+    is_in_layer,
+    layers,
+    smallest_window,
+    unstacked_shapes,
+)
 from bloomery.facts.hf_config import config_to_hf
 from bloomery.infer.load import Use
 from bloomery.infer.model_folder import ModelFiles
 from bloomery.model.adapters.base_changes import changes_of_base
+from bloomery.model.adapters.lora import stack_adapter
 from bloomery.model.adapters.peft_reading import base_tensors, read_adaptation
 from bloomery.model.adapters.settings import base_of, has_stacks, read_settings
 from bloomery.model.configs import read_config
+from bloomery.model.decoder import Decoder
 from bloomery.model.io.safetensors import TensorReader
 from bloomery.model.io.stored import tensor_locations
 from bloomery.model.io.weights import StoredModel, load_decoder, parts_of_stacks
@@ -509,12 +525,13 @@ def export_gguf_adapter(files: ModelFiles, out: Path, *, kind: str = "f16") -> E
     adaptation, config = read_adaptation(files.weights, base, base=files.base)
     features = ["DoRA"] if adaptation.dora else []
     features += ["whole modules"] if adaptation.modules_to_save else []
-    features += ["matrices of experts"] if has_stacks(adaptation) else []
     features += ["new tokens"] if config.vocab_size != base.vocab_size else []
     if any(not is_in_layer(module) for module in adaptation.pairs):
         features += ["matrices for per_layer_model_projection, where it adds none"]
-    if not supported_graph(base).takes_adapters:
-        features += ["matrices of latent attention, where it adds none"]
+    unadapted = supported_graph(base).unadapted
+    if any(module.endswith(unadapted) for module in adaptation.pairs):
+        names = ", ".join(name.rpartition(".")[2] for name in unadapted)
+        features += [f"matrices of latent attention ({names}), where it adds none"]
     features += changes_of_base(adaptation)
     if features:
         problem = (
@@ -525,10 +542,17 @@ def export_gguf_adapter(files: ModelFiles, out: Path, *, kind: str = "f16") -> E
     library = gguf_library()
     stored = base_tensors(files.weights, config).by_name
     locations = tensor_locations(config)
+    shapes = unstacked_shapes(config)
     pairs_by_stored_name = {
         locations[f"{module}.weight"].name.removesuffix(".weight"): pair
         for module, pair in adaptation.pairs.items()
+        if not is_expert_stack(module)
     }
+    stack_pairs = {}
+    if has_stacks(adaptation):
+        stack_pairs = _pairs_of_stacks(
+            adapter_without_base(adaptation, config, files.weights, "cpu")
+        )
     with _draft_file(out) as draft, TensorReader() as reader:
         writer = library.GGUFWriter(draft, supported_graph(config).name)
         writer.add_type("adapter")
@@ -536,8 +560,11 @@ def export_gguf_adapter(files: ModelFiles, out: Path, *, kind: str = "f16") -> E
         writer.add_name(out.stem)
         writer.add_string("general.base_model.0.name", _base_name(files.base))
         writer.add_float32("adapter.lora.alpha", 1.0)
-        tensors = []
+        tensors: list[PlannedTensor] = []
         for piece in gguf_tensors(config):
+            if piece.parts and piece.parts[0] in stack_pairs:
+                tensors += _planned_pair(piece.name, stack_pairs[piece.parts[0]].of(piece), kind)
+                continue
             target = locations[piece.parts[0]].name.removesuffix(".weight") if piece.parts else ""
             A_name = f"{target}.lora_A.weight"
             if not piece.name.endswith(".weight") or A_name not in stored:
@@ -546,18 +573,55 @@ def export_gguf_adapter(files: ModelFiles, out: Path, *, kind: str = "f16") -> E
             A, B = (reader.read(matrix).float() for matrix in stored_pair)
             # llama.cpp multiplies by alpha / rank, where alpha is 1 here and the rank is that of the stored pair.
             B = B * (pairs_by_stored_name[target].scale * A.shape[0])
-            A, B = piece.apply_to_pair(A, B)
-            for suffix, matrix in (("lora_a", A), ("lora_b", B)):
-                content = encoded(matrix.contiguous(), kind, piece.name).data
-                name = f"{piece.name}.{suffix}"
-                chunks = partial(iter, (content,))
-                tensors.append(PlannedTensor(name, tuple(matrix.shape), kind, chunks))
+            # A matrix of the adapter may hold several of the file's, as gate and up of Granite 4.
+            first_row = locations[piece.parts[0]].first
+            num_rows = sum(shapes[part][0] for part in piece.parts)
+            B = B[first_row : first_row + num_rows]
+            tensors += _planned_pair(piece.name, piece.apply_to_pair(A, B), kind)
         assert tensors, "an adapter has matrices"
         _write_file(writer, draft, tensors, library)
         size = draft.stat().st_size
     num_pairs = len(tensors) // 2
     proof = f"{num_pairs} pairs of LoRA matrices for {_base_name(files.base)}"
     return Exported(out, size, (proof,))
+
+
+@dataclass(frozen=True)
+class _StackPair:
+    """The LoRA of a stack of experts, A [E, R, I] and B [E, O, R], times its scale and R: llama.cpp divides by it."""
+
+    A: Tensor
+    B: Tensor
+    rows_by_part: Mapping[str, slice]
+
+    def of(self, piece: GgufTensor) -> tuple[Tensor, Tensor]:
+        """Of a tensor of the file, which may have the rows of gate or of up alone."""
+        names = piece.parts[: len(piece.parts) // piece.shape[0]]
+        B = torch.cat([self.B[:, self.rows_by_part[name]] for name in names], dim=1)
+        return self.A, B
+
+
+def _pairs_of_stacks(model: Decoder) -> dict[str, _StackPair]:
+    """By the name of each part of the stacks that an adapter changes."""
+    pairs: dict[str, _StackPair] = {}
+    for stack, shape in expert_stacks(model.config).items():
+        lora = stack_adapter(model, stack)
+        if lora is None:
+            continue
+        parts = expert_parts(stack, shape)
+        rows = {part.name: slice(part.first, part.first + part.rows) for part in parts}
+        B = lora.lora_B.detach() * (lora.scale * lora.rank)
+        pair = _StackPair(lora.lora_A.detach(), B, rows)
+        pairs |= dict.fromkeys(rows, pair)
+    return pairs
+
+
+def _planned_pair(name: str, pair: tuple[Tensor, Tensor], kind: str) -> Iterator[PlannedTensor]:
+    for suffix, matrix in zip(("lora_a", "lora_b"), pair, strict=True):
+        content = encoded(matrix.contiguous(), kind, name).data
+        yield PlannedTensor(
+            f"{name}.{suffix}", tuple(matrix.shape), kind, partial(iter, (content,))
+        )
 
 
 def _base_name(folder: Path) -> str:

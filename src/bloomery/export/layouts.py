@@ -38,6 +38,7 @@ from bloomery.model.adapters.peft_reading import read_adaptation
 from bloomery.model.adapters.settings import (
     CONFIG,
     TENSORS,
+    Adaptation,
     adapter_file,
     base_of,
     is_adapter_folder,
@@ -539,20 +540,10 @@ def open_model(folder: Path, dtype: torch.dtype) -> Iterator[tuple[ReadParameter
         yield read_parameter, config
 
 
-@contextmanager
-def open_merged(
-    folder: Path, base: Path, dtype: torch.dtype, device: str | torch.device
-) -> Iterator[tuple[ReadParameter, ModelConfig]]:
-    """`merged_state` of a low-rank adapter, one parameter at a time: only that parameter of the base is in memory.
-
-    Raises UserError as `load_decoder` does.
-    """
-    refuse_other_base(folder, base)
-    settings, config = read_adaptation(folder, read_config(base), base=base)
-    refuse_unmergeable_biases(settings, config, folder)
-    changes = BaseChanges(settings, config, folder)
-
-    # The base stays on the meta device; what the adapter's file holds gets memory and is read.
+def adapter_without_base(
+    settings: Adaptation, config: ModelConfig, folder: Path, device: str | torch.device
+) -> Decoder:
+    """The adapted decoder, of which only what the adapter's file holds is in memory, in float32. Raises UserError."""
     with torch.device("meta"):
         model = Decoder(config)
         adapt_as(model, settings)
@@ -567,7 +558,23 @@ def open_merged(
     model.tie()
     with torch.no_grad():
         read_trained(model, settings, config, folder, shared=True)
+    return model
 
+
+@contextmanager
+def open_merged(
+    folder: Path, base: Path, dtype: torch.dtype, device: str | torch.device
+) -> Iterator[tuple[ReadParameter, ModelConfig]]:
+    """`merged_state` of a low-rank adapter, one parameter at a time: only that parameter of the base is in memory.
+
+    Raises UserError as `load_decoder` does.
+    """
+    refuse_other_base(folder, base)
+    settings, config = read_adaptation(folder, read_config(base), base=base)
+    refuse_unmergeable_biases(settings, config, folder)
+    changes = BaseChanges(settings, config, folder)
+
+    model = adapter_without_base(settings, config, folder, device)
     with StoredModel(config, base, seed=0) as stored:
 
         @torch.no_grad()

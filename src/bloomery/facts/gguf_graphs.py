@@ -88,8 +88,8 @@ class GgufGraph:
     own_keys: bool = False
     # YaRN's limits are rounded (truncate) where the model's are not, which is named as a difference
     rounds_yarn: bool = False
-    # its attention adds no LoRA to some matrices: an adapter is merged alone
-    takes_adapters: bool = True
+    # modules of a layer to which it adds no LoRA, without a word: an adapter of them is merged alone
+    unadapted: tuple[str, ...] = ()
     # the mixtures of experts that it computes; None: none
     experts: GgufExperts | None = None
 

@@ -30,12 +30,14 @@ _DEEPSEEK_EXPERTS = GgufExperts(
     counts_shared=True,
     leading_mlps=True,
 )
-# llama.cpp multiplies keys and values into the matrices around them, and adds no LoRA there.
 _DEEPSEEK_GRAPH = GgufGraph(
     "deepseek2",
     {"rope_interleave": True},
     free=("latent_attention", "attention_scale"),
-    takes_adapters=False,
+    unadapted=tuple(
+        f"self_attn.{name}"
+        for name in ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+    ),
     experts=_DEEPSEEK_EXPERTS,
 )
 # Of every head, what rotates alone is stated; `latent_facts` makes the width of heads.
