@@ -123,3 +123,13 @@ def test_an_adapter_that_cannot_be_read_is_refused_with_the_fuse_of_mlx(
     with pytest.raises(UserError, match=problem) as refused:
         load_decoder(tmp_path / "adapter")
     assert "mlx_lm.fuse" in refused.value.fix
+
+
+def test_stacks_of_experts_are_refused_with_the_fuse_of_mlx(tmp_path):
+    saved_as_mlx(tmp_path, MODULES)
+    path = tmp_path / "adapter" / "adapters.safetensors"
+    name = "model.layers.2.mlp.switch_mlp.gate_proj.lora_a"
+    save_file(load_file(path) | {name: torch.zeros(4, RANK, 48)}, path)
+    with pytest.raises(UserError, match="LoRA of experts is not read") as refused:
+        load_decoder(tmp_path / "adapter")
+    assert "mlx_lm.fuse" in refused.value.fix

@@ -15,6 +15,7 @@ from torch.testing import assert_close
 from bloomery.export.layouts import export_merged, merged_state
 from bloomery.infer.load import Use
 from bloomery.infer.model_folder import find_model
+from bloomery.model import experts as experts_module
 from bloomery.model.adapters.lora import ExpertLora, adapt, init_adapters
 from bloomery.model.decoder import Decoder
 from bloomery.model.experts import sorted_by_expert
@@ -200,6 +201,42 @@ def test_half_precision_stays_near_float32(dtype, bound) -> None:
         results.append({"y": y_ND.detach().float()} | grads)
     for name, value in results[0].items():
         assert (results[1][name] - value).norm() / value.norm() < bound, name
+
+
+@pytest.mark.parametrize("rank", [4, 8])
+def test_one_kernel_for_all_experts_computes_the_same(rank, monkeypatch) -> None:
+    """Matrices in float32 over rows in bfloat16: the kernel takes copies of LoRA's; of rank 4 rows are no 16 bytes."""
+    mlp = (
+        adapted_decoder(Lora(kind="lora", rank=rank, target_modules=["experts"]))
+        .model.layers[0]
+        .mlp
+    )
+    mlp.experts.requires_grad_(False)
+    for name in ("gate_up_proj", "down_proj"):
+        setattr(mlp.experts, name, torch.nn.Parameter(getattr(mlp.experts, name).bfloat16(), False))
+    mlp.experts.lora.requires_grad_()
+    x_ND = torch.randn(50, MIXTURE.hidden_size, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        choice = mlp.gate(x_ND)
+    calls = []
+    results = []
+    product = experts_module.group_product
+    monkeypatch.setattr(
+        experts_module, "group_product", lambda *given: calls.append(1) or product(*given)
+    )
+    for one_kernel in (False, True):
+        monkeypatch.setattr(experts_module, "multiplies_groups", lambda _, it=one_kernel: it)
+        mlp.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y_ND = mlp.experts(x_ND, choice)
+        y_ND.float().square().sum().backward()
+        grads = {name: p.grad for name, p in mlp.experts.lora.named_parameters()}
+        assert len(grads) == 4 and all(grad.dtype == torch.float32 for grad in grads.values())
+        results.append({"y": y_ND.detach().float()} | grads)
+    # Forward and the gradient of rows of two stacks; with rank 8 those of their LoRA, too.
+    assert len(calls) >= (8 if rank == 8 else 3)
+    for name, value in results[0].items():
+        assert (results[1][name] - value).norm() / value.norm() < 2e-2, name
 
 
 def test_a_plan_counts_the_parameters_that_train() -> None:

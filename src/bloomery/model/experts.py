@@ -467,13 +467,16 @@ GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def takes_groups(x: Tensor, weight_EOI: Tensor) -> bool:
     """Whether one kernel multiplies the rows of all experts, for which the host does not wait.
 
-    Not where the stack has another dtype than the rows: a copy of all of it would exist at once.
+    Not where the stack has another dtype than the rows, and is larger than they and their results: a copy of all of it
+    would exist at once. LoRA matrices are smaller.
     """
     if not multiplies_groups(x.device):
         return False
     widths = (weight_EOI.shape[1], weight_EOI.shape[2])
     is_aligned = all(width * x.itemsize % GROUPED_ALIGNMENT == 0 for width in widths)
-    return is_aligned and x.dtype == weight_EOI.dtype and x.dtype in GROUPED_DTYPES
+    takes_copy = weight_EOI.numel() <= len(x) * sum(widths)
+    takes_dtype = x.dtype == weight_EOI.dtype or takes_copy
+    return is_aligned and takes_dtype and x.dtype in GROUPED_DTYPES
 
 
 def group_product(rows: Tensor, matrices: Tensor, ends_E: Tensor) -> Tensor:
@@ -517,7 +520,7 @@ def _grouped(
     with torch.autocast(x.device.type, enabled=False):
         if takes_groups(x, weight_EOI):
             rows = rows_of(x, order_S, per_token, 0, len(order_S))
-            result_SO = group_product(rows.contiguous(), weight_EOI.mT, ends_E)
+            result_SO = group_product(rows.contiguous(), weight_EOI.to(x.dtype).mT, ends_E)
             if bias_EO is not None:
                 result_SO += bias_EO.to(x.dtype)[expert_of_rows(ends_E, len(order_S))]
             return result_SO
@@ -541,7 +544,7 @@ def _grouped_inputs(
     """The gradient of the rows; of tokens the sum over their pairs, in a fixed order."""
     with torch.autocast(grad_SO.device.type, enabled=False):
         if takes_groups(grad_SO, weight_EOI):
-            grad_SI = group_product(grad_SO, weight_EOI, ends_E)
+            grad_SI = group_product(grad_SO, weight_EOI.to(grad_SO.dtype), ends_E)
         else:
             grad_SI = grad_SO.new_empty(len(grad_SO), weight_EOI.shape[2])
             for expert, start, end in spans(ends_E):
@@ -564,7 +567,7 @@ def _grouped_weights(
     with torch.autocast(grad_SO.device.type, enabled=False):
         if takes_groups(grad_SO, weight_EOI):
             rows = rows_of(x, order_S, per_token, 0, len(order_S))
-            grad_EOI = group_product(grad_SO.t(), rows.contiguous(), ends_E)
+            grad_EOI = group_product(grad_SO.t(), rows.contiguous(), ends_E).to(weight_EOI.dtype)
             # Of a group without rows a kernel may leave memory as it was.
             is_empty_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1)) == 0
             return grad_EOI.masked_fill_(is_empty_E[:, None, None], 0)

@@ -55,6 +55,12 @@ def peft_tensors(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]
     renamed = {}
     for name, tensor in tensors.items():
         module, _, part = name.rpartition(".")
+        if ".switch_" in name:  # SwitchLinear, mlx-lm's stacks of experts
+            raise UserError(
+                f"mlx-lm's LoRA of experts is not read: {name[:80]}",
+                where=str(tensor.path),
+                fix=FUSE,
+            )
         is_embedding = module.rpartition(".")[2] in ("embed_tokens", "wte")
         peft_parts = PARTS | EMBEDDING_PARTS if is_embedding else PARTS
         if part in ("lora_a", "lora_b") and len(tensor.shape) == 2:
