@@ -11,6 +11,7 @@ from plan_help import loaded, machine, planned
 
 from bloomery.data.batch import Batch
 from bloomery.model.configs import known_config
+from bloomery.model.io.parameters import local
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.parallel.process_group import join
 from bloomery.plan.estimate.memory import tensor_bytes
@@ -102,6 +103,7 @@ def load_of(plan: RunPlan) -> StepShape:
         compiled=train.compile,
         score_chunk=plan.model.score_chunk,
         context=train.context,
+        expert=train.expert,
         context_bytes=0.0,
         on_gpu=train.device != "cpu",
         accumulating=train.accumulation > 1,
@@ -116,7 +118,7 @@ def counted(plan: RunPlan, *, split: MeshSplit = ONE_DEVICE) -> float:
     """Bytes from shapes alone."""
     if split == ONE_DEVICE:
         return sum(tensor_bytes(load_of(plan)).values())
-    split = MeshSplit(replicate=split.replicate, shard=split.shard)
+    split = MeshSplit(replicate=split.replicate, shard=split.shard, expert=split.expert)
     return mesh_memory(load_of(plan), split, vendor="amd", limit=0.0).allocated
 
 
@@ -177,7 +179,7 @@ def measured(plan: RunPlan, mesh: Mesh = SINGLE_RANK) -> float:
         *model_and_optimizer.optimizer.named_tensors().values(),
     ]
     held += [tensor for batch in batches for tensor in batch.tensors()]
-    return sum(tensor.nbytes for tensor in held) + peak_bytes(step)
+    return sum(local(tensor).nbytes for tensor in held) + peak_bytes(step)
 
 
 def _batch(plan: RunPlan) -> Batch:

@@ -1,7 +1,10 @@
 """Memory of mixtures of experts: from shapes, on fake tensors, measured."""
 
 import pytest
-from steps_for_tests import counted, measured, simulated, small_plan, some
+from steps_for_tests import counted, measured, measured_ranks, simulated, small_plan, some
+
+from bloomery.plan.estimate.mesh import GRADIENT_BUCKET, MeshSplit
+from ranks import on_ranks
 
 ATTENTION = {"kind": "lora", "rank": 8, "target_modules": ["q_proj", "o_proj"]}
 EVERY = {"kind": "lora", "rank": 8, "target_modules": ["all-linear"]}
@@ -47,3 +50,21 @@ def test_shapes_fake_tensors_and_measured_bytes_agree(case: str) -> None:
     real = measured(plan)
     assert simulated(plan) == pytest.approx(real, rel=0.01)
     assert counted(plan) == pytest.approx(real, rel=0.05)
+
+
+DIVIDED = {
+    "recomputed": {"precision": "bfloat16", "activation_checkpointing": "full"},
+    "LoRA": {"precision": "bfloat16", "adapter": EVERY},
+}
+
+
+@pytest.mark.parametrize("case", some([(case,) for case in DIVIDED], {("recomputed",)}))
+def test_ranks_that_divide_experts_hold_what_shapes_say(case: str) -> None:
+    """On average: a rank computes the rows that its experts are chosen for. Buckets are as small as these gradients."""
+    split = MeshSplit(replicate=2, expert=2)
+    plan = small_plan("qwen3_moe", sizes=SIZES, rows=4, **DIVIDED[case])
+    several = on_ranks(plan, replicate=2, expert=2)
+    peaks = measured_ranks(several)
+    told = counted(several, split=split) - 2 * GRADIENT_BUCKET
+    assert told == pytest.approx(sum(peaks) / 2, rel=0.05)
+    assert told < 0.8 * counted(plan)

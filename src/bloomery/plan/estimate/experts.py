@@ -26,12 +26,14 @@ def kept_bytes_per_token(
     Without what the shared expert keeps, which is an MLP.
     """
     inner = experts.per_token * experts.width
-    # Where devices divide the experts, a row arrives for each pair.
-    inputs = experts.per_token if step.expert > 1 else 1
+    # Where devices divide the experts, a row arrives for each pair, and is sorted again; the router keeps the token.
+    is_divided = step.expert > 1
+    inputs = 1 + experts.per_token if is_divided else 1
+    pair_bytes = PAIR_BYTES * (2 if is_divided else 1)
     width = inputs * step.config.hidden_size if keeps_input else 0
     width += (2 if layer.gated_mlp else 1) * inner
     width += inner if keeps_inner else 0
-    router = 4 * ROUTER_VALUES * experts.count + PAIR_BYTES * experts.per_token
+    router = 4 * ROUTER_VALUES * experts.count + pair_bytes * experts.per_token
     shared_gate = 2 * step.element_bytes * step.config.hidden_size if experts.shared_gate else 0
     return float(step.element_bytes * width + router + shared_gate)
 
