@@ -21,7 +21,7 @@ from bloomery.infer.past import Past
 from bloomery.infer.sampling import Sampling
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import StepDone
-from bloomery.plan.types import RunPlan
+from bloomery.plan.types import RouterPlan, RunPlan
 from bloomery.recipe.objectives import Distill, Kto, Preference, Sft
 from bloomery.recipe.schema import Lora
 from bloomery.train import loop
@@ -44,6 +44,7 @@ QUICK = {
     "kto",
     "distill",
     "experts",
+    "experts, balanced",
     "grpo",
 }
 
@@ -119,6 +120,12 @@ def tiny(
     return on_device(plan.model_copy(update=changes), **(train or {}))
 
 
+def reported(plan: RunPlan) -> RunPlan:
+    """Every step has the load of each expert, and the sizes of its updates."""
+    logging = plan.logging.model_copy(update={"every_steps": 1})
+    return plan.model_copy(update={"logging": logging})
+
+
 ONE = {"accumulation": 1, "tokens_per_step": 64}
 FOUR = {"accumulation": 4, "tokens_per_step": 256}
 BLOCKWISE = CONFIG.__class__(**vars(CONFIG) | {"attention_dropout": 0.1})
@@ -152,6 +159,9 @@ STEPS: dict[str, Callable[[Folders], RunPlan]] = {
     ),
     "measured": lambda f: tiny(f.text, train={"steps": 3}),
     "experts": lambda f: tiny(f.text, config=MIXTURE, train=ONE),
+    "experts, balanced": lambda f: reported(
+        tiny(f.text, config=MIXTURE, train={"router": RouterPlan(loss=0.01, z_loss=0.01)})
+    ),
     "lora": lambda f: tiny(f.text, config=CONFIG, model={"source": f.base}, adapter=LORA),
     "sft": lambda f: tiny(f.answers("chat"), objective=Sft(kind="sft")),
     "dpo": lambda f: tiny(f.answers("pairs"), objective=Preference(kind="dpo", beta=0.5)),

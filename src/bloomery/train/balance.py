@@ -101,6 +101,7 @@ class StepBalance:
     plan: RouterPlan
     config: ModelConfig
     mesh: Mesh
+    device: torch.device  # of the model
     num_tokens: float
     num_micro_batches: int
     # [L, E]: tokens of the whole step that chose each expert; None: not counted yet.
@@ -129,7 +130,7 @@ class StepBalance:
 
     def count(self, forwards: Sequence[Callable[[], Loads]]) -> None:
         """The counts of the whole step, by forwards without gradients of this rank's micro-batches."""
-        counts_LE = torch.zeros(len(self.layers), self._facts.count, device=self.mesh.device)
+        counts_LE = torch.zeros(len(self.layers), self._facts.count, device=self.device)
         with torch.no_grad():
             for forward in forwards:
                 for layer, load in forward().items():
@@ -139,7 +140,7 @@ class StepBalance:
     def note(self, loads: Loads) -> None:
         """Adds the loads of a micro-batch to those that the step reports."""
         width = 2 * self._facts.count + 3
-        empty = torch.zeros(width, device=self.mesh_device(loads))
+        empty = torch.zeros(width, device=self.device)
         rows = []
         for layer in self.layers:
             load = loads.get(layer)
@@ -150,11 +151,6 @@ class StepBalance:
             rows.append(row)
         sums_LX = torch.stack(rows)
         self._sums = sums_LX if self._sums is None else self._sums + sums_LX
-
-    def mesh_device(self, loads: Loads) -> torch.device:
-        """Of the loads; a stage without experts has none."""
-        load = next(iter(loads.values()), None)
-        return torch.device(self.mesh.device) if load is None else load.tokens.device
 
     @property
     def sums(self) -> Tensor:
@@ -243,6 +239,7 @@ def step_balance(
         plan=plan,
         config=model.config,
         mesh=mesh,
+        device=next(model.parameters()).device,
         num_tokens=num_tokens,
         num_micro_batches=num_micro_batches,
     )
