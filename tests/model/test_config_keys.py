@@ -193,6 +193,12 @@ CHANGES = [
     {"moe_num_experts": ABSENT, "num_experts": 4},
     {"full_attention_interval": 2, "layer_types": ABSENT},
     {"tie_embedding": False},
+    {
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+    },
     {"attn_temperature_tuning": True, "use_mrope": True, "cache_implementation": "hybrid"},
 ]
 

@@ -68,3 +68,14 @@ def test_ranks_that_divide_experts_hold_what_shapes_say(case: str) -> None:
     told = counted(several, split=split) - 2 * GRADIENT_BUCKET
     assert told == pytest.approx(sum(peaks) / 2, rel=0.05)
     assert told < 0.8 * counted(plan)
+
+
+HYBRIDS = ("qwen2_moe", "qwen3_5_moe_text", "qwen3_next", "lfm2_moe", "ernie4_5_moe")
+
+
+@pytest.mark.parametrize("family", some([(family,) for family in HYBRIDS], {("qwen3_next",)}))
+def test_memory_of_families_with_more_than_routed_experts(family: str) -> None:
+    plan = small_plan(family, sizes=SIZES, rows=2, precision="bfloat16")
+    real = measured(plan)
+    assert simulated(plan) == pytest.approx(real, rel=0.01)
+    assert counted(plan) == pytest.approx(real, rel=0.05)
