@@ -186,6 +186,7 @@ def test_an_adapter_of_ours_computes_the_same_in_peft(case, settings, tmp_path):
     [
         ("qwen3.5-moe", {"target_modules": ["experts", "shared_expert.up_proj", "out_proj"]}),
         ("gemma4-26b-a4b", {}),
+        ("qwen3-next", {}),
     ],
 )
 def test_an_adapter_of_ours_has_the_same_weights_in_peft(case, settings, tmp_path):
