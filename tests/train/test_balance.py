@@ -350,3 +350,16 @@ def test_biases_are_part_of_a_checkpoint(tmp_path) -> None:
         assert saved[name].dtype == torch.float32
         assert torch.equal(saved[name], own.model.get_parameter(name).detach())
         assert saved[name].any()
+
+
+def test_a_model_in_evaluation_mode_is_balanced_too() -> None:
+    """Steps on rollouts train in it; an evaluation itself counts nothing."""
+    results = []
+    for training in (True, False):
+        plan = tiny_plan(config=mixture(), train={"router": ROUTER})
+        own = build_state(plan).model_and_optimizer
+        own.model.train(training)
+        results.append(train_step(own, cut(batch(4), 2), SILENT, plan=plan.train, lr_scale=1.0))
+        assert forward(own.model, batch(1), ALL_LOGITS, precision="float32").loads == {}
+    assert results[0].metrics == results[1].metrics
+    assert "router/balance_loss" in results[0].metrics
