@@ -1,5 +1,6 @@
 """Mixtures of experts in GGUF files: types of each matrix, adapters, and what no graph of llama.cpp computes."""
 
+import json
 from pathlib import Path
 
 import gguf
@@ -8,7 +9,7 @@ import pytest
 import tiny_models
 import torch
 from gguf_models import VOCABULARY, saved_adapter, saved_case, saved_expert_adapter
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from bloomery.core.errors import UserError
 from bloomery.export.gguf import export_gguf, export_gguf_adapter
@@ -52,11 +53,15 @@ def test_each_matrix_of_an_expert_is_quantized_as_it_would_be_alone(
     np.testing.assert_array_equal(router.data, stored["model.layers.1.mlp.gate.weight"].float())
 
 
-def test_biases_and_sinks_stay_float32(tmp_path: Path) -> None:
+@pytest.mark.parametrize("truncate", [False, True])
+def test_biases_and_sinks_stay_float32(truncate: bool, tmp_path: Path) -> None:
     fitting = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "intermediate_size": 32}
-    source = saved_case("gpt-oss", tmp_path / "source", hidden_size=64, **fitting)
+    rope = tiny_models.OSS_ROPE | {"truncate": truncate}
+    source = saved_case(
+        "gpt-oss", tmp_path / "source", hidden_size=64, rope_parameters=rope, **fitting
+    )
     done = export_gguf(find_model(source), tmp_path / "out.gguf", kind="q8_0")
-    assert any("rounds the limits of YaRN" in proof for proof in done.proofs)
+    assert any("rounds the limits of YaRN" in proof for proof in done.proofs) != truncate
     _, tensors = contents_of(done.folder)
     stored = load_file(source / "model.safetensors")
     gate_up = stored["model.layers.0.mlp.experts.gate_up_proj_bias"].float()
@@ -69,10 +74,10 @@ def test_biases_and_sinks_stay_float32(tmp_path: Path) -> None:
         tensor = tensors[f"blk.0.{name}"]
         assert tensor.tensor_type == gguf.GGMLQuantizationType.F32
         np.testing.assert_array_equal(tensor.data, expected)
-    # The file does not say that the limits are not rounded, but every gpt-oss is so, and this one, too.
+    # llama.cpp rounds the limits in any case; the file says whether the model does.
     import_gguf(done.folder, tmp_path / "back")
     scaling = load_decoder(tmp_path / "back").config.rope_scaling
-    assert scaling is not None and not scaling.truncate
+    assert scaling is not None and scaling.truncate == truncate
 
 
 REFUSED = [
@@ -224,3 +229,70 @@ def test_tensors_that_share_a_matrix_hold_every_row_once(turned: bool) -> None:
     torch.testing.assert_close(first.apply(matrix), expected.flatten(0, 1), atol=0, rtol=0)
     rows = torch.cat([heads[:, 2:3].flatten(0, 1), heads[:, 3:].flatten(0, 1)])
     torch.testing.assert_close(second.apply(matrix), rows, atol=0, rtol=0)
+
+
+def test_experts_in_mxfp4_are_written_and_read_as_transformers_reads_them(tmp_path: Path) -> None:
+    """From a folder as gpt-oss is published, and from a GGUF file as llama.cpp's conversion makes of it."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    fitting = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "intermediate_size": 32}
+    source = saved_case("gpt-oss", tmp_path / "source", hidden_size=64, **fitting)
+    stored = load_file(source / "model.safetensors")
+    generator = torch.Generator().manual_seed(3)
+    stacks: dict[str, torch.Tensor] = {}
+    for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = stored.pop(name).shape
+        shape = (experts, outputs, inputs // 32)
+        blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(118, 124, shape, dtype=torch.uint8, generator=generator)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        stacks[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
+    save_file(stored, source / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (source / "config.json").write_text(json.dumps(config))
+
+    path = export_gguf(find_model(source), tmp_path / "out.gguf", kind="f32").folder
+    _, tensors = contents_of(path)
+    for layer in range(4):
+        gate_up = stacks[f"model.layers.{layer}.mlp.experts.gate_up_proj"].float()  # [E, D, 2I]
+        down = stacks[f"model.layers.{layer}.mlp.experts.down_proj"].float()
+        for module, expected in (
+            ("gate", gate_up[:, :, ::2]),
+            ("up", gate_up[:, :, 1::2]),
+            ("down", down),
+        ):
+            written = tensors[f"blk.{layer}.ffn_{module}_exps.weight"].data
+            np.testing.assert_array_equal(written, expected.transpose(1, 2))
+
+    # The same file with the experts in ggml's MXFP4, which holds them without another rounding.
+    packed = tmp_path / "packed.gguf"
+    repack(path, packed, gguf.GGMLQuantizationType.MXFP4)
+    import_gguf(packed, tmp_path / "back", dtype="float32")
+    back = model_state(load_decoder(tmp_path / "back"))
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    rows = stacks[name].float().transpose(1, 2)
+    expected_rows = torch.cat((rows[:, ::2], rows[:, 1::2]), 1)
+    torch.testing.assert_close(back[name], expected_rows, atol=0, rtol=0)
+
+
+def repack(path: Path, out: Path, tensor_type: gguf.GGMLQuantizationType) -> None:
+    """A copy of a file with the matrices of experts in another type, by the gguf package."""
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(out, reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        if name.startswith("GGUF.") or name == "general.architecture":
+            continue
+        kind = field.types[0]
+        inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(name, field.contents(), kind, sub_type=inner)
+    for tensor in reader.tensors:
+        if tensor.name.endswith("_exps.weight"):
+            data = gguf.quants.quantize(np.array(tensor.data), tensor_type)
+            writer.add_tensor(tensor.name, data, raw_dtype=tensor_type)
+        else:
+            writer.add_tensor(tensor.name, np.array(tensor.data))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -156,8 +156,8 @@ def _describe_model(writer: Any, config: ModelConfig, library: Any) -> None:
         writer.add_rope_scaling_orig_ctx_len(original_context)
         writer.add_rope_scaling_yarn_beta_fast(scaling.beta_fast)
         writer.add_rope_scaling_yarn_beta_slow(scaling.beta_slow)
-        if not scaling.truncate:
-            writer.add_bool(f"{writer.arch}.rope.scaling.yarn_truncate", False)
+        if graph.rounds_yarn:  # a key of ours, for the way back
+            writer.add_bool(f"{writer.arch}.rope.scaling.yarn_truncate", scaling.truncate)
         if scaling.mscale_all_dim is not None and config.latent_attention is not None:
             # A tenth of it, as llama.cpp's conversion writes it: it divides by 0.1.
             writer.add_rope_scaling_yarn_log_mul(0.1 * scaling.mscale_all_dim)

@@ -42,7 +42,6 @@ from bloomery.export.layouts import DTYPES, Exported, draft_of, finished_export
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import (
     Rotation,
-    expert_parts,
     is_expert_stack,
     layers,
     parameter_shapes,
@@ -51,7 +50,7 @@ from bloomery.facts.families import FAMILIES
 from bloomery.facts.family import Family
 from bloomery.facts.gguf_graphs import PLAIN_GRAPH, GgufGraph
 from bloomery.facts.hf_config import config_from_hf
-from bloomery.model.io.parameters import dtype_in
+from bloomery.model.io.parameters import dtype_in, unstacked
 from bloomery.model.io.weights import write_json, write_model_piecewise
 from bloomery.model.rope import frequencies
 
@@ -843,9 +842,14 @@ def import_gguf(path: Path, out: Path, *, dtype: str | None = None) -> Exported:
 
     def read_parameter(name: str) -> Tensor:
         shape = shapes[name]
+        own_dtype = dtype_in(config, name, DTYPES[target])
         if is_expert_stack(name):
-            parts = [(part.name, pieces[part.name][0]) for part in expert_parts(name, shape)]
-            values = torch.cat([_part_of_stack(tensors, part, piece) for part, piece in parts])
+            # Expert by expert in the dtype of the folder: a stack in float32 may be gigabytes.
+            values = torch.empty(shape, dtype=own_dtype)
+            for part_name, part in unstacked(name, values):
+                part.copy_(
+                    _part_of_stack(tensors, part_name, pieces[part_name][0]).view(part.shape)
+                )
         elif pieces[name][0].head_rows is not None:
             # Each of the tensors has some of its rows, and 0 in all others.
             values = torch.stack([read_whole(piece) for piece in pieces[name]]).sum(0)
@@ -855,7 +859,7 @@ def import_gguf(path: Path, out: Path, *, dtype: str | None = None) -> Exported:
             if len(piece.parts) > 1:
                 rows = values.split([shapes[part][0] for part in piece.parts])
                 values = rows[piece.parts.index(name)]
-        parameter: Tensor = values.reshape(shape).to(dtype_in(config, name, DTYPES[target]))
+        parameter: Tensor = values.reshape(shape).to(own_dtype)
         if not torch.isfinite(parameter).all():
             problem = f"{name} has numbers beyond the range of {target}"
             raise UserError(problem, where=str(path), fix="add --type float32")
