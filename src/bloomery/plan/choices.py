@@ -110,7 +110,7 @@ def transformers_choices(recipe: Recipe, config: ModelConfig) -> Iterator[tuple[
     yield "model.implementation", Choice("transformers", f"{origin}; {lacks}")
     if experts := config.transformers_backend.experts:
         reason = f"transformers' layers report no load of their {experts} experts to a loss"
-        yield "model.experts", Choice("no auxiliary loss of the router", reason)
+        yield "router.loss", Choice("no balance loss", reason)
     if recipe.data.layout == "packed" and config.transformers_backend.documents == "rows":
         reason = f"transformers' layers do not keep documents apart: {config.transformers_backend.documents_reason}"
         yield "data.packing", Choice("a row for each document", reason)

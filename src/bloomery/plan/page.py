@@ -258,9 +258,11 @@ def model_line(plan: RunPlan) -> str:
 
     size = shown(parameter_count(config))
     origin = f", from {plan.model.source}" if plan.model.source else ""
-    if config.experts is not None:
+    met = [layer.experts_met for layer in layers(config) if layer.stack_shapes]
+    if met:
+        count, per_token = met[0]
         active = f"{shown(active_parameter_count(config))} active per token"
-        experts = f"{config.experts.per_token} of {config.experts.count} experts"
+        experts = f"{per_token} of {count} experts"
         size = f"{size} parameters, {active} ({experts})"
         return f"{family} architecture, {size}, context {config.max_positions:,}{origin}"
     return f"{family} architecture, {size} parameters, context {config.max_positions:,}{origin}"
