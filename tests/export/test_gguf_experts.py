@@ -194,16 +194,28 @@ def test_an_adapter_of_attention_in_a_mixture_goes_alone(tmp_path: Path) -> None
     }
 
 
-def test_a_file_whose_expert_is_cut_off_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "value", "problem"),
+    [
+        ("expert_count", 3, "its metadata makes it of 3 experts"),
+        ("expert_count", 2**14, "its metadata makes it of 16384 experts"),
+        ("block_count", 2**12, "layers are stated"),
+        ("expert_used_count", 5, "there are 4 experts"),
+        ("feed_forward_length", 23, "its metadata makes it"),
+    ],
+)
+def test_a_file_that_states_other_experts_than_it_has_is_refused(
+    key: str, value: int, problem: str, tmp_path: Path
+) -> None:
     source = saved_case("mixtral", tmp_path / "source")
     path = export_gguf(find_model(source), tmp_path / "out.gguf", kind="f32").folder
     content = path.read_bytes()
-    key = b"llama.expert_count"
-    place = content.index(key) + len(key) + 4  # after the type of the value
-    assert content[place] == 4
-    path.write_bytes(content[:place] + b"\x03" + content[place + 1 :])
-    with pytest.raises(UserError, match="its metadata makes it"):
+    stated = f"llama.{key}".encode()
+    place = content.index(stated) + len(stated) + 4  # after the type of the value
+    path.write_bytes(content[:place] + value.to_bytes(4, "little") + content[place + 4 :])
+    with pytest.raises(UserError, match=problem):
         import_gguf(path, tmp_path / "back")
+    assert not (tmp_path / "back").exists()
 
 
 def test_a_file_in_float16_comes_back_in_float16(tmp_path: Path) -> None:

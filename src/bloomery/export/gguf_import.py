@@ -388,6 +388,8 @@ def config_of(metadata: Json, tensors: Mapping[str, StoredGgufTensor], path: Pat
         ]
     if graph.has_delta_nets:
         raw_config |= _delta_nets(fact)
+    if graph.experts is not None:
+        _refuse_other_experts(fact, tensors, path)
     has_choice_bias = any(name.endswith(".exp_probs_b.bias") for name in tensors)
     raw_config |= expert_config(fact, graph, has_choice_bias=has_choice_bias) | latent_keys
     raw_config["tie_word_embeddings"] = "output.weight" not in tensors
@@ -430,6 +432,30 @@ def config_of(metadata: Json, tensors: Mapping[str, StoredGgufTensor], path: Pat
         growth = {"llama_4_scaling_beta": fact("attention.temperature_scale", 0.0)}
         raw_config["rope_parameters"] |= growth
     return config_from_hf(raw_config, where=str(path))
+
+
+def _refuse_other_experts(
+    fact: Callable[..., Any], tensors: Mapping[str, StoredGgufTensor], path: Path
+) -> None:
+    """Raises UserError where the metadata states more layers or experts than the file has: each would get a name before
+    any is missed.
+    """
+    count = fact("expert_count", 0)
+    stacks = [each for name, each in tensors.items() if name.endswith(".ffn_down_exps.weight")]
+    num_layers = fact("block_count")
+    if count and type(num_layers) is int and num_layers > len(tensors):
+        problem = f"{num_layers:,} layers are stated, and the file has {len(tensors):,} tensors"
+        raise UserError(problem, where=str(path), fix=_AGAIN)
+    if count and not stacks:
+        problem = (
+            f"{str(count)[:20]} experts are stated, and the file has no blk.N.ffn_down_exps.weight"
+        )
+        raise UserError(problem, where=str(path), fix=_AGAIN)
+    for stack in stacks:
+        if len(stack.shape) != 3 or stack.shape[-1] != count:
+            shape = list(reversed(stack.shape))
+            problem = f"{stack.name} is {shape}; its metadata makes it of {str(count)[:20]} experts"
+            raise UserError(problem, where=str(path), fix=_AGAIN)
 
 
 def _latent_config(fact: Callable[..., Any]) -> Json:
