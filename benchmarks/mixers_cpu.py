@@ -4,8 +4,8 @@ qwen3.5 and lfm2 have no attention in most layers; qwen3-moe is a mixture of 32 
 Random weights of about 100M parameters; the sides alternate in one process on the same tokens, and the least of each
 side counts, by the clock and in seconds of all threads. A training step is one sequence of 1,024 tokens (2,048 of the
 mixture), all of them scored, forward, backward and fused AdamW; memory is what tensors hold at once; `--products`
-prints what the matmuls alone take of a step. Decoding is greedy, of one text. Transformers takes sdpa, and has neither
-flash-linear-attention nor causal-conv1d on a CPU; its experts are those of `--experts`. Both sides compute in
+prints the shares of matmuls and of attention in it. Decoding is greedy, of one text. Transformers takes sdpa, and has
+neither flash-linear-attention nor causal-conv1d on a CPU; its experts are those of `--experts`. Both sides compute in
 `--precision`: in bfloat16 (autocast in training) where the CPU multiplies it, else in float32, which is the quicker
 there. Both keep the memory that a step frees, as a training run of ours on a CPU does: page faults of fresh memory
 would cost transformers more.
@@ -41,7 +41,9 @@ from bloomery.model.heads import LabelScores, ScoreSettings
 from bloomery.model.io.weights import load_decoder
 
 LENGTHS = {"qwen3.5": 1024, "lfm2": 1024, "qwen3-moe": 2048}
-PRODUCTS = ("mm", "addmm", "bmm", "_grouped_mm", "mkldnn_linear")
+# Parts of the names of operators that neither side can do without.
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_grouped_mm")
+ATTENTION = ("bloomery_compiled_def", "bloomery::compiled_backward", "_scaled_dot_product")
 CONFIGS = {
     "qwen3.5": lambda: Qwen3_5TextConfig(
         vocab_size=65536,
@@ -108,7 +110,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="our blocks by torch.compile")
     parser.add_argument("--precision", choices=["float32", "bfloat16"], default=best_precision())
     parser.add_argument("--experts", nargs="+", choices=EXPERTS, default=["grouped_mm"])
-    parser.add_argument("--products", action="store_true", help="seconds of the matmuls alone")
+    parser.add_argument("--products", action="store_true", help="shares of matmuls and attention")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     keep_freed_memory()
@@ -135,7 +137,7 @@ def main() -> None:
         peaks = {name: peak_bytes(run) for name, run in sides.items()}
     for name, (wall, cpu) in least.items():
         peak = f", {peaks[name] / 2**20:,.0f} MiB above what it holds" if peaks else ""
-        products = f", {product_seconds(sides[name]):.3f} s of matmuls" if options.products else ""
+        products = shares(sides[name]) if options.products else ""
         print(f"{name:24} {wall:8.3f} s, {cpu:8.3f} s of all threads{products}{peak}")
     ours = least["bloomery"]
     for name, peer in least.items():
@@ -165,13 +167,17 @@ def measured(sides: Sides, rounds: int) -> dict[str, tuple[float, float]]:
     }
 
 
-def product_seconds(run: Callable[[], None]) -> float:
-    """Of the matmuls by the clock: on a loaded machine an upper bound of what they compute."""
+def shares(run: Callable[[], None]) -> str:
+    """Of matmuls and of attention in the time of all operators."""
     with profile(activities=[ProfilerActivity.CPU]) as record:
         run()
-    names = {f"aten::{name}" for name in PRODUCTS}
-    events = record.key_averages()
-    return sum(event.self_cpu_time_total for event in events if event.key in names) / 1e6
+    seconds = {event.key: event.self_cpu_time_total for event in record.key_averages()}
+    matmuls, attention = (
+        sum(time for key, time in seconds.items() if any(part in key for part in parts))
+        for parts in (PRODUCTS, ATTENTION)
+    )
+    every = sum(seconds.values())
+    return f", {matmuls / every:.0%} matmuls and {attention / every:.0%} attention"
 
 
 def best_precision() -> str:

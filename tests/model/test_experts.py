@@ -15,7 +15,7 @@ from tiny_models import tokens
 from torch.testing import assert_close
 
 from bloomery.facts.config import Experts, ModelConfig
-from bloomery.model.experts import ExpertMLPs, Router
+from bloomery.model.experts import ExpertMLPs, Router, sorted_by_expert, summed
 from bloomery.model.io.safetensors import to_hf_names
 from bloomery.model.io.weights import model_state
 
@@ -109,6 +109,23 @@ def test_an_expert_that_nobody_chose_has_a_gradient_of_zero() -> None:
     is_met = torch.zeros(6, dtype=torch.bool).index_fill(0, choice.experts_NK.flatten(), True)
     for stack in (experts.gate_up_proj, experts.down_proj):
         assert torch.equal(stack.grad.flatten(1).abs().sum(1) > 0, is_met)
+
+
+@pytest.mark.parametrize("per_token", [1, 3])
+def test_rows_are_added_in_the_order_of_the_choice(per_token: int) -> None:
+    """In float32 on a CPU PyTorch has an operator for it, which must add as the copied rows are added."""
+    torch.manual_seed(0)
+    pairs = sorted_by_expert(torch.rand(50, 7).topk(per_token).indices, 7)
+    x_SD = torch.randn(50 * per_token, 33)
+    rows_NKD = x_SD[pairs.place_S].view(50, per_token, 33)
+    expected = rows_NKD[:, 0]
+    for choice in range(1, per_token):
+        expected = expected + rows_NKD[:, choice]
+    assert torch.equal(summed(x_SD, pairs), expected)
+    assert_close(summed(x_SD.double(), pairs).float(), expected)
+    assert_close(summed(x_SD.bfloat16(), pairs).float(), expected, atol=0.1, rtol=0.02)
+    nothing = sorted_by_expert(torch.empty(0, per_token, dtype=torch.int64), 7)
+    assert summed(x_SD[:0], nothing).shape == (0, 33)
 
 
 def test_what_a_token_gets_does_not_depend_on_the_others() -> None:

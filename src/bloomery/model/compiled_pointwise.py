@@ -1,10 +1,11 @@
-"""RMS norms and the gate of an MLP on a CPU as compiled code: `pointwise.cpp`, in one pass each way.
+"""RMS norms and the gates of MLPs and experts on a CPU as compiled code: `pointwise.cpp`, in one pass each way.
 
 PyTorch has no kernel of an RMS norm on a CPU, takes three passes for SiLU(gate) up and five for their gradients, and
 keeps SiLU(gate), which backward computes again here.
 """
 
 import functools
+import math
 from ctypes import POINTER, Structure, byref, c_float, c_int, c_int64, c_void_p
 from typing import Any
 
@@ -34,6 +35,14 @@ class _Gated(Structure):
     )
 
 
+class _Weighted(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "grad", "weights", "out", "dx", "dweights")),
+        *((name, c_int64) for name in ("rows", "width")),
+        *((name, c_float) for name in ("limit", "slope", "offset")),
+    )
+
+
 @functools.cache
 def _code() -> Any:
     """The functions of `pointwise.cpp`. Raises Uncompiled."""
@@ -43,6 +52,9 @@ def _code() -> Any:
         function.restype = None
     for function in (code.pointwise_gate, code.pointwise_gate_backward):
         function.argtypes = (POINTER(_Gated), c_int, c_int)
+        function.restype = None
+    for function in (code.pointwise_weigh, code.pointwise_weigh_backward):
+        function.argtypes = (POINTER(_Weighted), c_int, c_int)
         function.restype = None
     return code
 
@@ -202,4 +214,106 @@ def can_fuse(gate: Tensor, up: Tensor) -> bool:
 def silu_times(gate: Tensor, up: Tensor) -> Tensor:
     """SiLU(gate) up, of one shape and dtype, rounded once. Backward keeps both."""
     product: Tensor = _silu_times(gate, up)
+    return product
+
+
+# Gates of experts, times the weights of their rows
+
+
+def _weighted_call(
+    x_SF: Tensor, weights_S: Tensor, limit: float, slope: float, offset: float
+) -> _Weighted:
+    assert x_SF.is_contiguous() and weights_S.is_contiguous()
+    assert weights_S.dtype == torch.float32 and len(weights_S) == len(x_SF)
+    return _Weighted(
+        x=x_SF.data_ptr(),
+        weights=weights_S.data_ptr(),
+        rows=len(x_SF),
+        width=x_SF.shape[1] // 2,
+        limit=limit,
+        slope=slope,
+        offset=offset,
+    )
+
+
+@operators.custom_op("bloomery::weighted_gate", mutates_args=(), device_types="cpu")
+def _weighted_gate(
+    x_SF: Tensor, weights_S: Tensor, limit: float, slope: float, offset: float
+) -> Tensor:
+    x_SF = x_SF.contiguous()
+    weights_S = weights_S.contiguous()
+    out = x_SF.new_empty(len(x_SF), x_SF.shape[1] // 2)
+    call = _weighted_call(x_SF, weights_S, limit, slope, offset)
+    call.out = out.data_ptr()
+    _code().pointwise_weigh(byref(call), x_SF.dtype == torch.bfloat16, torch.get_num_threads())
+    return out
+
+
+@operators.custom_op("bloomery::weighted_gate_backward", mutates_args=(), device_types="cpu")
+def _weighted_gate_backward(
+    grad: Tensor, x_SF: Tensor, weights_S: Tensor, limit: float, slope: float, offset: float
+) -> tuple[Tensor, Tensor]:
+    x_SF = x_SF.contiguous()
+    weights_S = weights_S.contiguous()
+    grad = grad.contiguous()
+    assert grad.dtype == x_SF.dtype
+    dx = torch.empty_like(x_SF)
+    dweights = torch.empty_like(weights_S)
+    call = _weighted_call(x_SF, weights_S, limit, slope, offset)
+    call.grad = grad.data_ptr()
+    call.dx = dx.data_ptr()
+    call.dweights = dweights.data_ptr()
+    is_half = x_SF.dtype == torch.bfloat16
+    _code().pointwise_weigh_backward(byref(call), is_half, torch.get_num_threads())
+    return dx, dweights
+
+
+@_weighted_gate.register_fake
+def _(x_SF: Tensor, weights_S: Tensor, limit: float, slope: float, offset: float) -> Tensor:
+    del weights_S, limit, slope, offset
+    return x_SF.new_empty(x_SF.shape[0], x_SF.shape[1] // 2)
+
+
+@_weighted_gate_backward.register_fake
+def _(
+    grad: Tensor, x_SF: Tensor, weights_S: Tensor, limit: float, slope: float, offset: float
+) -> tuple[Tensor, Tensor]:
+    del grad, limit, slope, offset
+    return x_SF.new_empty(x_SF.shape), torch.empty_like(weights_S)
+
+
+def _save_weighted(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    del output
+    x_SF, weights_S, *numbers = inputs
+    ctx.save_for_backward(x_SF, weights_S)
+    ctx.numbers = numbers
+
+
+def _differentiate_weighted(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    dx, dweights = _weighted_gate_backward(grad, *ctx.saved_tensors, *ctx.numbers)
+    return dx, dweights, None, None, None
+
+
+_weighted_gate.register_autograd(_differentiate_weighted, setup_context=_save_weighted)
+
+
+def can_weigh(x_SF: Tensor, weights_S: Tensor) -> bool:
+    """Whether `weighted_gate` takes them."""
+    is_compiling = torch.compiler.is_compiling()
+    return x_SF.dtype in DTYPES and weights_S.dtype == torch.float32 and not is_compiling
+
+
+def weighted_gate(
+    x_SF: Tensor,
+    weights_S: Tensor,
+    *,
+    limit: float = math.inf,
+    slope: float = 1.0,
+    offset: float = 0.0,
+) -> Tensor:
+    """gate sigmoid(slope gate) (up + offset) weight, rounded once: [S, F / 2] of rows whose first half is gate.
+
+    gate is at most the limit, up is between both signs of it. Backward keeps what comes in.
+    """
+    product: Tensor = _weighted_gate(x_SF, weights_S, limit, slope, offset)
     return product

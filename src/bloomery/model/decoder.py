@@ -106,7 +106,8 @@ def build_mlp(config: ModelConfig, layer: Layer, backend: str) -> MLP | MixtureO
     shared_expert = None
     if experts.shared_width:
         shared_expert = MLP(config, experts.shared_width, backend)
-    return MixtureOfExperts(config, experts, ACTIVATIONS[config.activation], shared_expert)
+    activation = ACTIVATIONS[config.activation]
+    return MixtureOfExperts(config, experts, activation, shared_expert, backend)
 
 
 class LayerOutput(NamedTuple):

@@ -20,6 +20,7 @@ from torch.utils.flop_counter import register_flop_formula
 from bloomery.core.device import multiplies_groups
 from bloomery.facts.config import Experts, ModelConfig
 from bloomery.facts.counting import Shape
+from bloomery.model import compiled_pointwise
 from bloomery.model.io.parameters import local
 from bloomery.model.norms import RMSNorm, widened, working_dtype
 
@@ -147,10 +148,16 @@ class ExpertMLPs(nn.Module):
     down_proj_bias: nn.Parameter | None
 
     def __init__(
-        self, config: ModelConfig, experts: Experts, activation: Callable[[Tensor], Tensor]
+        self,
+        config: ModelConfig,
+        experts: Experts,
+        activation: Callable[[Tensor], Tensor],
+        backend: str = "math",
     ) -> None:
         super().__init__()
         self.facts = experts
+        has_compiled_form = config.activation == "silu" or experts.clamp is not None
+        self.fuses_gate = backend == "compiled" and config.gated_mlp and has_compiled_form
         self.gated = config.gated_mlp
         self.activate = activation
         width = config.hidden_size
@@ -195,7 +202,7 @@ class ExpertMLPs(nn.Module):
         gate_up_SF = self.product(
             x_ND, "gate_up_proj", pairs, self.gate_up_proj_bias, is_sorted=False
         )
-        inner_SF = _Weighted.apply(gate_up_SF, weights_S, self.activated)  # type: ignore[no-untyped-call]  # torch's `apply`
+        inner_SF = self.weighted(gate_up_SF, weights_S)
         outputs_SD = self.product(inner_SF, "down_proj", pairs)
         y_ND: Tensor = _Summed.apply(outputs_SD, pairs)  # type: ignore[no-untyped-call]  # torch's `apply`
         if self.down_proj_bias is not None:
@@ -235,6 +242,17 @@ class ExpertMLPs(nn.Module):
         with torch.autocast(bias_ED.device.type, enabled=False):
             return weights_NE @ bias_ED.to(weights_NE.dtype)
 
+    def weighted(self, x_SF: Tensor, weights_S: Tensor) -> Tensor:
+        """The activation of sorted rows times their weights. Backward computes it again: its input alone is kept."""
+        if self.fuses_gate and compiled_pointwise.can_weigh(x_SF, weights_S):
+            if self.facts.clamp is None:
+                return compiled_pointwise.weighted_gate(x_SF, weights_S)
+            return compiled_pointwise.weighted_gate(
+                x_SF, weights_S, limit=self.facts.clamp, slope=self.facts.slope, offset=1.0
+            )
+        inner_SF: Tensor = _Weighted.apply(x_SF, weights_S, self.activated)  # type: ignore[no-untyped-call]  # torch's `apply`
+        return inner_SF
+
     def activated(self, x: Tensor) -> Tensor:
         if not self.gated:
             return self.activate(x)
@@ -256,6 +274,7 @@ class MixtureOfExperts(nn.Module):
         experts: Experts,
         activation: Callable[[Tensor], Tensor],
         shared_expert: nn.Module | None,
+        backend: str = "math",
     ) -> None:
         super().__init__()
         self.shared_expert = shared_expert
@@ -263,7 +282,7 @@ class MixtureOfExperts(nn.Module):
         if experts.shared_gate:
             self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
         self.gate = Router(config, experts)
-        self.experts = ExpertMLPs(config, experts, activation)
+        self.experts = ExpertMLPs(config, experts, activation, backend)
 
     def forward(self, x_BTD: Tensor, is_real_BT: Tensor | None) -> tuple[Tensor, RouterLoad | None]:
         """[B, T, D], and the load of the experts over the tokens that are no padding; None where nobody asks for it."""
@@ -360,7 +379,7 @@ class _Sorted(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, pairs: Pairs) -> Tensor:
         ctx.pairs = pairs
-        return x_ND[pairs.tokens_S]
+        return x_ND.index_select(0, pairs.tokens_S)
 
     @staticmethod
     def backward(ctx: Any, grad_SD: Tensor) -> tuple[Tensor, None]:
@@ -377,17 +396,22 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None]:
-        return grad_ND[ctx.pairs.tokens_S], None
+        return grad_ND.index_select(0, ctx.pairs.tokens_S), None
 
 
 def summed(x_SD: Tensor, pairs: Pairs) -> Tensor:
     """Sorted rows [S, D] to the sum over the pairs of each token, [N, D]."""
-    rows_NKD: Tensor = x_SD[pairs.place_S].unflatten(0, (-1, pairs.per_token))
+    is_eager = not torch.compiler.is_compiling()
+    if is_eager and x_SD.device.type == "cpu" and x_SD.dtype == torch.float32:
+        # The same numbers in the same order, bit for bit, without a copy of all rows; torch's compiler makes none.
+        place_NK = pairs.place_S.view(-1, pairs.per_token)
+        return F.embedding_bag(place_NK, x_SD, mode="sum")
+    rows_NKD: Tensor = x_SD.index_select(0, pairs.place_S).unflatten(0, (-1, pairs.per_token))
     return rows_NKD.sum(1)
 
 
 class _Weighted(torch.autograd.Function):
-    """The activation of sorted rows times their weights. It is computed again in backward: its input alone is kept."""
+    """`ExpertMLPs.weighted` by PyTorch."""
 
     @staticmethod
     def forward(
@@ -503,7 +527,15 @@ def spans(ends_E: Tensor) -> list[tuple[int, int, int]]:
 
 def rows_of(x: Tensor, order_S: Tensor, per_token: int, start: int, end: int) -> Tensor:
     """Rows `start` to `end` of the sorted pairs, from rows of tokens or, where `per_token` is 0, of pairs."""
-    return x[order_S[start:end] // per_token] if per_token else x[start:end]
+    return x.index_select(0, order_S[start:end] // per_token) if per_token else x[start:end]
+
+
+def multiply(rows: Tensor, matrix_OI: Tensor, bias_O: Tensor | None, *, out: Tensor) -> None:
+    """A linear map of some rows into `out`, without a copy of what it makes."""
+    if bias_O is None:
+        torch.mm(rows, matrix_OI.t(), out=out)
+    else:
+        torch.addmm(bias_O, rows, matrix_OI.t(), out=out)
 
 
 @torch.library.custom_op("bloomery::grouped_linear", mutates_args=())
@@ -528,7 +560,7 @@ def _grouped(
         for expert, start, end in spans(ends_E):
             rows = rows_of(x, order_S, per_token, start, end)
             bias = None if bias_EO is None else bias_EO[expert].to(x.dtype)
-            result_SO[start:end] = F.linear(rows, weight_EOI[expert].to(x.dtype), bias)
+            multiply(rows, weight_EOI[expert].to(x.dtype), bias, out=result_SO[start:end])
         return result_SO
 
 
@@ -571,10 +603,16 @@ def _grouped_weights(
             # Of a group without rows a kernel may leave memory as it was.
             is_empty_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1)) == 0
             return grad_EOI.masked_fill_(is_empty_E[:, None, None], 0)
-        grad_EOI = torch.zeros_like(weight_EOI)
-        for expert, start, end in spans(ends_E):
+        grad_EOI = torch.empty_like(weight_EOI)
+        experts_with_rows = spans(ends_E)
+        for expert in set(range(len(grad_EOI))).difference(span[0] for span in experts_with_rows):
+            grad_EOI[expert].zero_()
+        for expert, start, end in experts_with_rows:
             rows = rows_of(x, order_S, per_token, start, end)
-            grad_EOI[expert] = grad_SO[start:end].t() @ rows
+            if grad_EOI.dtype == rows.dtype:
+                torch.mm(grad_SO[start:end].t(), rows, out=grad_EOI[expert])
+            else:
+                grad_EOI[expert] = grad_SO[start:end].t() @ rows
         return grad_EOI
 
 

@@ -1,5 +1,5 @@
-// What stands between the matrix products of a block, in one pass each way: RMS norms, and SiLU times the other factor of
-// an MLP.
+// What stands between the matrix products of a block, in one pass each way: RMS norms, SiLU times the other factor of an
+// MLP, and the same of experts, times the weights of a router.
 //
 // Numbers are float32 or bfloat16, everything between them is float32. Backward computes again what forward did not keep.
 // Whatever the number of threads, one task computes the same rows in the same order: results are the same to the bit.
@@ -102,6 +102,58 @@ template <class T> static void gate(const Gated &call, int threads, bool backwar
     }
 }
 
+// ---- Gates of experts -----------------------------------------------------------------------------------------------
+
+// gate sigmoid(slope gate) (up + offset) weight, gate and up no larger than the limit, as in gpt-oss; SiLU times up has
+// slope 1, offset 0 and no limit.
+struct Weighted {
+    const void *x, *grad;  // [rows, 2 width]: gate, then up; [rows, width]
+    const float *weights;  // [rows]
+    void *out, *dx;
+    float *dweights;       // [rows]
+    Long rows, width;
+    float limit, slope, offset;
+};
+
+template <class T> static void weigh_row(const Weighted &call, Long row) {
+    const T *gates = (const T *)call.x + row * 2 * call.width, *ups = gates + call.width;
+    T *out = (T *)call.out + row * call.width;
+    const Floats limit = all(call.limit);
+    for (Long e = 0; e < call.width; e += LANES) {
+        Long count = call.width - e;
+        Floats gate = some(gates + e, count), up = some(ups + e, count);
+        gate = gate > limit ? limit : gate;
+        up = up > limit ? limit : up < -limit ? -limit : up;
+        put_some(out + e, gate * sigmoid(call.slope * gate) * (up + call.offset) * call.weights[row], count);
+    }
+}
+template <class T> static void differentiate_weighed_row(const Weighted &call, Long row) {
+    const T *gates = (const T *)call.x + row * 2 * call.width, *ups = gates + call.width;
+    const T *grads = (const T *)call.grad + row * call.width;
+    T *dgates = (T *)call.dx + row * 2 * call.width, *dups = dgates + call.width;
+    const Floats limit = all(call.limit), zero = {};
+    Floats along = {};
+    for (Long e = 0; e < call.width; e += LANES) {
+        Long count = call.width - e;
+        Floats raw_gate = some(gates + e, count), raw_up = some(ups + e, count), grad = some(grads + e, count);
+        Floats gate = raw_gate > limit ? limit : raw_gate;
+        Floats up = raw_up > limit ? limit : raw_up < -limit ? -limit : raw_up;
+        Floats share = sigmoid(call.slope * gate), opened = gate * share;
+        up += call.offset;
+        along += grad * opened * up;
+        grad *= call.weights[row];
+        Floats dgate = grad * up * share * (1.0f + call.slope * gate * (1.0f - share));
+        put_some(dgates + e, raw_gate > limit ? zero : dgate, count);
+        put_some(dups + e, raw_up > limit ? zero : raw_up < -limit ? zero : grad * opened, count);
+    }
+    call.dweights[row] = total(along);
+}
+template <class T> static void weigh(const Weighted &call, int threads, bool backward) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (Long row = 0; row < call.rows; row++)
+        backward ? differentiate_weighed_row<T>(call, row) : weigh_row<T>(call, row);
+}
+
 extern "C" {
 void pointwise_norm(const Normed *call, int x_is_half, int out_is_half, int threads) {
     norm(*call, x_is_half, out_is_half, threads, false);
@@ -114,5 +166,11 @@ void pointwise_gate(const Gated *call, int half, int threads) {
 }
 void pointwise_gate_backward(const Gated *call, int half, int threads) {
     half ? gate<Half>(*call, threads, true) : gate<float>(*call, threads, true);
+}
+void pointwise_weigh(const Weighted *call, int half, int threads) {
+    half ? weigh<Half>(*call, threads, false) : weigh<float>(*call, threads, false);
+}
+void pointwise_weigh_backward(const Weighted *call, int half, int threads) {
+    half ? weigh<Half>(*call, threads, true) : weigh<float>(*call, threads, true);
 }
 }

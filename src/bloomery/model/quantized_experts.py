@@ -8,12 +8,11 @@ N tokens, S sorted pairs of a token and an expert, O outputs and I inputs of an 
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
 from bloomery.facts.counting import Shape
-from bloomery.model.experts import Pairs, rows_of, spans, summed
+from bloomery.model.experts import Pairs, multiply, rows_of, spans, summed
 from bloomery.model.io.quantized import Buffers, QuantizedWeight, dequantized_part
 from bloomery.model.norms import working_dtype
 
@@ -69,7 +68,7 @@ def _ahead(
             rows = rows_of(x, order_S, per_token, start, end)
             bias = None if bias_EO is None else bias_EO[expert].to(x.dtype)
             matrix_OI = dequantized_part(buffers, expert, x.dtype, first=first)
-            result_SO[start:end] = F.linear(rows, matrix_OI, bias)
+            multiply(rows, matrix_OI, bias, out=result_SO[start:end])
         return result_SO
 
 
