@@ -32,7 +32,8 @@ from bloomery.facts.counting import Layer, layers, layers_by_attention
 from bloomery.infer.forward import matmul_dtype
 from bloomery.model.adapters.lora import LoraLinear, adapters_disabled
 from bloomery.model.attention.attend import layout_of
-from bloomery.model.decoder import Backbone, Block, Decoder
+from bloomery.model.decoder import MLP, Backbone, Block, Decoder, LayerOutput
+from bloomery.model.experts import MixtureOfExperts
 from bloomery.model.io.weights import QuantizedLinear, quantized_weights
 from bloomery.model.norms import RMSNorm
 from bloomery.model.rope import rotate
@@ -45,6 +46,7 @@ Kind = Literal[
     "rotary",
     "attention",
     "mixer",
+    "experts",
     "activation",
     "embedding",
     "head",
@@ -63,6 +65,7 @@ ROUNDINGS: Mapping[Kind, int] = {
     "rotary": 2,
     "attention": ROUNDINGS_OF_ATTENTION,
     "mixer": 25,  # four projections and what they project to, a convolution, norm and gate, and the same back
+    "experts": 20,  # two products, an activation and weights between them, a sum; and the same back
     "activation": 5,
     "embedding": 2,
     "head": 6,
@@ -157,6 +160,10 @@ def parts_of(pair: ModelPair) -> Iterator[StepPart]:
             terms = max(config.hidden_size, num_tokens)
             yield StepPart(name, "mixer", _mixer_numbers(layer, pair), terms)
     yield StepPart("MLP activation", "activation", _activation_numbers(pair), 1)
+    mixtures = [layer for layer in layers(config) if layer.experts is not None]
+    if mixtures:
+        terms = max(mixtures[0].intermediate_size, config.hidden_size, num_tokens)
+        yield StepPart("experts", "experts", _expert_numbers(mixtures[0], pair), terms)
     yield StepPart("embedding", "embedding", embedded_rows, num_tokens)
     yield StepPart(
         "cross-entropy head", "head", _head_numbers(pair), max(config.vocab_size, num_tokens)
@@ -378,13 +385,33 @@ def _activation_numbers(pair: ModelPair) -> Callable[[Side], Numbers]:
     drawn_inputs = {name: drawn(f"activation, {name}", shape, dtype) for name in names}
 
     def numbers(side: Side) -> Numbers:
-        activate = block_of(side).mlp.act_fn
+        mlp = block_of(side).mlp
+        activate = mlp.act_fn if isinstance(mlp, MLP) else mlp.experts.activate
 
         def activated(first: Tensor, *gated: Tensor) -> Tensor:
             return math.prod(gated, start=activate(first))
 
         inputs = {name: (x, dtype) for name, x in drawn_inputs.items()}
         return _computed(side, "activation", activated, inputs, {})
+
+    return numbers
+
+
+def _expert_numbers(layer: Layer, pair: ModelPair) -> Callable[[Side], Numbers]:
+    """The experts of a layer and their router."""
+    dtype = matmul_dtype(pair.tested.plan.train.precision)
+    x = drawn("experts, input", (*pair.batch.tokens.shape, layer.hidden_size), dtype)
+
+    def numbers(side: Side) -> Numbers:
+        mixture = block_of(side, layer.number).mlp
+        assert isinstance(mixture, MixtureOfExperts)
+        return _computed(
+            side,
+            "experts",
+            lambda x_BTD: mixture.chosen(x_BTD, x_BTD, None)[0],
+            {"the input": (x, dtype)},
+            {"gate": mixture.gate, "experts": mixture.experts},
+        )
 
     return numbers
 
@@ -469,12 +496,11 @@ def _layer_numbers(pair: ModelPair, *, compiled: bool) -> Callable[[Side], Numbe
         assert isinstance(model.model, Backbone)
         rotary = model.model.rotary(batch.positions)[0]
         run: Callable[..., Any] = block if compiled else block.forward
-        return _computed(
-            side,
-            "layer",
-            lambda x_BTD, *own_input: run(x_BTD, rotary, layout, None, *own_input),
-            inputs,
-            {"": block},
-        )
+
+        def stream(x_BTD: Tensor, *own_input: Tensor) -> Tensor:
+            output: Tensor | LayerOutput = run(x_BTD, rotary, layout, None, *own_input)
+            return output.x_BTD if isinstance(output, LayerOutput) else output
+
+        return _computed(side, "layer", stream, inputs, {"": block})
 
     return numbers

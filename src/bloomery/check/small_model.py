@@ -4,7 +4,7 @@ B batch, T time.
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import final
 
 import torch
@@ -21,6 +21,7 @@ from bloomery.model.adapters.lora import adapted, adapted_stacks, note_base
 from bloomery.model.adapters.settings import modules_to_save, target_modules
 from bloomery.model.attention.triton_attention import arch_of
 from bloomery.model.decoder import Decoder
+from bloomery.model.experts import Router
 from bloomery.model.io.parameters import put, stream
 from bloomery.model.io.quantized import NF4_LEVELS, Buffers, dynamic_levels
 from bloomery.model.io.weights import quantized_weights
@@ -275,12 +276,30 @@ def build_pair(plan: RunPlan) -> ModelPair:
     plan_on_cpu = exact_plan(plan)
     exact = Side(plan_on_cpu, trained_part(plan_on_cpu))
     copy_weights(tested.model, exact.model)
+    for side in (tested, exact):
+        take_turns(side.model)
     batch = small_batch(
         plan.data,
         sequences=plan.train.micro_batch_size,
         vocab_size=plan.model.config.vocab_size,
     )
     return ModelPair(tested, exact, batch)
+
+
+def take_turns(model: Decoder) -> None:
+    """In place: experts are chosen in turn. By their scores, two nearly equal ones would be chosen by rounding, and the
+    two models would compute different things; the weights are still those of the scores.
+    """
+    for module in model.modules():
+        if isinstance(module, Router):
+            in_turn = partial(_in_turn, per_token=module.facts.per_token)
+            module.chosen = in_turn  # type: ignore[method-assign]  # the choice of this model alone
+
+
+def _in_turn(scores_NE: Tensor, per_token: int) -> Tensor:
+    tokens, count = scores_NE.shape
+    turns = torch.arange(tokens * per_token, device=scores_NE.device)
+    return (turns % count).view(tokens, per_token)
 
 
 def trained_part(plan: RunPlan) -> ModelAndOptimizer:
