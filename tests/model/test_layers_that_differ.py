@@ -254,6 +254,7 @@ STATES_A_MODEL = {
     "model/configs.py",
     "check/small_model.py",
     "export/gguf.py",
+    "export/gguf_experts.py",
     "export/gguf_format.py",
     "plan/types.py",
 }

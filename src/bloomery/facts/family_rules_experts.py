@@ -1,6 +1,7 @@
 """Between the keys of mixtures of experts in a config.json and `config.Experts`, both ways."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -386,6 +387,11 @@ def deepseek_v3_facts(fields: Fields, facts: ModelFacts) -> ModelFacts:
 
 def write_deepseek_v3(config: ModelConfig) -> HfKeys:
     return write_deepseek_experts(config) | write_latent(config)
+
+
+def fresh_latent(sizes: Mapping[str, Any]) -> HfKeys:
+    """A new model has an MLP in its first layer alone; the config class' default is made for 61 layers."""
+    return {"first_k_dense_replace": min(1, sizes["num_layers"] - 1)}
 
 
 def deepseek_v2_facts(fields: Fields, facts: ModelFacts) -> ModelFacts:
