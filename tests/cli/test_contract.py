@@ -265,6 +265,7 @@ EVENTS = {
     "Resumed",
     "RunEnded",
     "TaskDone",  # of `bloomery eval`
+    "ExpertLoad",  # of mixtures of experts
     "StepHealth",  # came later: what a diagnosis of a run reads
     "StepChecked",  # came later: one step on the GPU compared with the CPU
 }

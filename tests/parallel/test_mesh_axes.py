@@ -13,7 +13,7 @@ def test_ranks_are_numbered_by_stage_then_replica_then_shard() -> None:
         rank = int(numbers[stage, replica, shard])
         mesh = Mesh(rank, replicate=2, shard=2, stages=3)
         assert (mesh.world, mesh.data_world) == (12, 4)
-        assert (mesh.stage, mesh.shard_rank) == (stage, shard)
+        assert (mesh.stage, mesh.rank % mesh.shard) == (stage, shard)
         assert mesh.data_rank == 2 * replica + shard
         assert mesh.last_stage == (stage == 2)
 

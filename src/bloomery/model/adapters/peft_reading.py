@@ -395,7 +395,7 @@ class _Reading:
         for stored_module, pair in self.pair_of_module.items():
             if stored_module in self.vocabulary_modules or stored_module in of_stacks:
                 continue
-            modules = modules_by_stored_module.get(stored_module, [])
+            modules = modules_by_stored_module.get(stored_module, ())
             if not modules or modules[0] not in adaptable_modules:
                 raise self._not_in_base(stored_module)
             outputs = locations[f"{modules[0]}.weight"].stored_rows

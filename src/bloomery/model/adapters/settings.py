@@ -155,7 +155,7 @@ def _pairs(config: ModelConfig, adapter: Lora, targets: Collection[str]) -> dict
         module: Pair(rank, alphas[module] / (math.sqrt(rank) if adapter.use_rslora else rank))
         for module, rank in ranks.items()
     }
-    for fused_modules in stored_modules(config).values():
+    for fused_modules in _fused_modules(config):
         first, *others = [module for module in fused_modules if module in pairs] or [""]
         for module in others:
             if not math.isclose(pairs[module].scale, pairs[first].scale):
@@ -490,7 +490,8 @@ def shares_head(config: ModelConfig) -> bool:
     return config.tie_embeddings and config.head == "tokens"
 
 
-def stored_modules(config: ModelConfig) -> dict[str, list[str]]:
+@cache  # a plan asks for the same model many times, and a mixture has ten thousands of modules
+def stored_modules(config: ModelConfig) -> Mapping[str, tuple[str, ...]]:
     """Modules with a weight, by the name of the module that transformers has for it, as files have it but for the few
     that it renames when it loads them; of fused ones in the order of rows.
     """
@@ -500,7 +501,13 @@ def stored_modules(config: ModelConfig) -> dict[str, list[str]]:
         if kind == "weight":
             stored_name = in_memory(location.name.rpartition(".")[0], config)
             modules_by_stored_name.setdefault(stored_name, []).append(module)
-    return modules_by_stored_name
+    return MappingProxyType({name: tuple(m) for name, m in modules_by_stored_name.items()})
+
+
+@cache
+def _fused_modules(config: ModelConfig) -> tuple[tuple[str, ...], ...]:
+    """Those of `stored_modules` that are one in the files."""
+    return tuple(modules for modules in stored_modules(config).values() if len(modules) > 1)
 
 
 def in_memory(stored_module: str, config: ModelConfig) -> str:
@@ -514,7 +521,7 @@ def in_memory(stored_module: str, config: ModelConfig) -> str:
 
 def _refuse_parts_of_fused(config: ModelConfig, names: Collection[str], where: str) -> None:
     """Raises UserError for modules that files store fused with another: they can only be written together."""
-    for fused_modules in stored_modules(config).values():
+    for fused_modules in _fused_modules(config):
         missing_modules = [module for module in fused_modules if module not in names]
         if not missing_modules or len(missing_modules) == len(fused_modules):
             continue
