@@ -579,7 +579,8 @@ class Decoder(nn.Module):
         last_BTD = self.model(tokens_BT, positions_BT, documents_BT, cache, borders, **counted)
         loads: Mapping[int, RouterLoad] = NO_LOADS
         if isinstance(self.model, Backbone):
-            loads, self.model.loads = self.model.loads, {}
+            loads = self.model.loads
+            self.model.loads = {}
         head_output = None
         if self.ends_here:
             is_value = self.config.head == "values"

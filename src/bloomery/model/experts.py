@@ -538,6 +538,34 @@ def multiply(rows: Tensor, matrix_OI: Tensor, bias_O: Tensor | None, *, out: Ten
         torch.addmm(bias_O, rows, matrix_OI.t(), out=out)
 
 
+def products_by_expert(
+    x: Tensor,
+    matrix_of: Callable[[int], Tensor],
+    outputs: int,
+    bias_EO: Tensor | None,
+    ends_E: Tensor,
+    order_S: Tensor,
+    per_token: int,
+) -> Tensor:
+    """[S, O]: the rows of one expert after the other; `matrix_of` makes its matrix [O, I] in the dtype of x."""
+    result_SO = x.new_empty(len(order_S), outputs)
+    for expert, start, end in spans(ends_E):
+        rows = rows_of(x, order_S, per_token, start, end)
+        bias = None if bias_EO is None else bias_EO[expert].to(x.dtype)
+        multiply(rows, matrix_of(expert), bias, out=result_SO[start:end])
+    return result_SO
+
+
+def gradients_by_expert(
+    grad_SO: Tensor, matrix_of: Callable[[int], Tensor], inputs: int, ends_E: Tensor
+) -> Tensor:
+    """[S, I]: the gradient of the rows of `products_by_expert`."""
+    grad_SI = grad_SO.new_empty(len(grad_SO), inputs)
+    for expert, start, end in spans(ends_E):
+        torch.mm(grad_SO[start:end], matrix_of(expert), out=grad_SI[start:end])
+    return grad_SI
+
+
 @torch.library.custom_op("bloomery::grouped_linear", mutates_args=())
 def _grouped(
     x: Tensor,
@@ -556,12 +584,15 @@ def _grouped(
             if bias_EO is not None:
                 result_SO += bias_EO.to(x.dtype)[expert_of_rows(ends_E, len(order_S))]
             return result_SO
-        result_SO = x.new_empty(len(order_S), weight_EOI.shape[1])
-        for expert, start, end in spans(ends_E):
-            rows = rows_of(x, order_S, per_token, start, end)
-            bias = None if bias_EO is None else bias_EO[expert].to(x.dtype)
-            multiply(rows, weight_EOI[expert].to(x.dtype), bias, out=result_SO[start:end])
-        return result_SO
+        return products_by_expert(
+            x,
+            lambda expert: weight_EOI[expert].to(x.dtype),
+            weight_EOI.shape[1],
+            bias_EO,
+            ends_E,
+            order_S,
+            per_token,
+        )
 
 
 @torch.library.custom_op("bloomery::grouped_linear_inputs", mutates_args=())
@@ -578,10 +609,12 @@ def _grouped_inputs(
         if takes_groups(grad_SO, weight_EOI):
             grad_SI = group_product(grad_SO, weight_EOI.to(grad_SO.dtype), ends_E)
         else:
-            grad_SI = grad_SO.new_empty(len(grad_SO), weight_EOI.shape[2])
-            for expert, start, end in spans(ends_E):
-                matrix = weight_EOI[expert].to(grad_SO.dtype)
-                torch.mm(grad_SO[start:end], matrix, out=grad_SI[start:end])
+            grad_SI = gradients_by_expert(
+                grad_SO,
+                lambda expert: weight_EOI[expert].to(grad_SO.dtype),
+                weight_EOI.shape[2],
+                ends_E,
+            )
         pairs = Pairs(order_S, place_S, ends_E, per_token)
         return summed(grad_SI, pairs) if per_token else grad_SI
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
 from bloomery.facts.counting import Shape
-from bloomery.model.experts import Pairs, multiply, rows_of, spans, summed
+from bloomery.model.experts import Pairs, gradients_by_expert, products_by_expert, summed
 from bloomery.model.io.quantized import Buffers, QuantizedWeight, dequantized_part
 from bloomery.model.norms import working_dtype
 
@@ -63,13 +63,15 @@ def _ahead(
     del place_S  # for the gradient of tokens
     buffers = Buffers(codes, scales, outer, outputs, inputs, reader)
     with torch.autocast(x.device.type, enabled=False):
-        result_SO = x.new_empty(len(order_S), outputs)
-        for expert, start, end in spans(ends_E):
-            rows = rows_of(x, order_S, per_token, start, end)
-            bias = None if bias_EO is None else bias_EO[expert].to(x.dtype)
-            matrix_OI = dequantized_part(buffers, expert, x.dtype, first=first)
-            multiply(rows, matrix_OI, bias, out=result_SO[start:end])
-        return result_SO
+        return products_by_expert(
+            x,
+            lambda expert: dequantized_part(buffers, expert, x.dtype, first=first),
+            outputs,
+            bias_EO,
+            ends_E,
+            order_S,
+            per_token,
+        )
 
 
 @torch.library.custom_op("bloomery::quantized_experts_backward", mutates_args=())
@@ -90,10 +92,12 @@ def _back(
     """The gradient of the rows; of tokens the sum over their pairs, in a fixed order."""
     buffers = Buffers(codes, scales, outer, outputs, inputs, reader)
     with torch.autocast(grad_SO.device.type, enabled=False):
-        grad_SI = grad_SO.new_empty(len(grad_SO), inputs)
-        for expert, start, end in spans(ends_E):
-            matrix_OI = dequantized_part(buffers, expert, grad_SO.dtype, first=first)
-            torch.mm(grad_SO[start:end], matrix_OI, out=grad_SI[start:end])
+        grad_SI = gradients_by_expert(
+            grad_SO,
+            lambda expert: dequantized_part(buffers, expert, grad_SO.dtype, first=first),
+            inputs,
+            ends_E,
+        )
         pairs = Pairs(order_S, place_S, ends_E, per_token)
         return summed(grad_SI, pairs) if per_token else grad_SI
 

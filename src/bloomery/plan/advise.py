@@ -773,10 +773,11 @@ def _few_tokens(step: StepShape, rate: Rate | None) -> Iterator[str]:
         step, experts, flops=rate.peak * share, bandwidth=rate.bandwidth * rate.bandwidth_share[1]
     )
     if tokens < filling:
-        each = tokens * experts.per_token / experts.count
+        expert_tokens = tokens * experts.per_token / experts.count
         yield (
-            f"each of {experts.count} experts gets about {each:,.0f} of a micro-batch's {tokens:,} tokens: reading its"
-            f" weights takes longer than computing with them; {filling:,} tokens in a micro-batch fill the GPU"
+            f"each of {experts.count} experts gets about {expert_tokens:,.0f} of a micro-batch's {tokens:,} tokens:"
+            " reading its weights takes longer than computing with them;"
+            f" {filling:,} tokens in a micro-batch fill the GPU"
         )
 
 
