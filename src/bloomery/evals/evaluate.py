@@ -214,7 +214,7 @@ def evaluate_as_trained(
         or not tokens
     ):
         return None
-    on_own_device = plan.train.device == next(decoder.parameters()).device.type
+    on_own_device = plan.train.device == decoder.device.type
     # The block mask is supported by every device.
     decoder.use_attention(plan.model.attention if on_own_device else "mask")
     loader = open_loader(plan.data, "validation", seed=plan.train.seed)

@@ -98,7 +98,7 @@ def evaluate_rewards(
 
     completions = complete_as_trained(decoder, tokenizer, plan, fitting)
     entries = reward_entries(tokenizer, fitting, completions)
-    device = next(decoder.parameters()).device.type
+    device = decoder.device.type
     with (
         RewardModels(plan, SINGLE_RANK, device=device) as models,
         Rewards(
@@ -123,7 +123,7 @@ def complete_as_trained(
         {(place, 0): mix(plan.train.seed, HELD_OUT, place, 0) for place in range(len(prompts))}
     )
 
-    if next(decoder.parameters()).device.type == "cpu":
+    if decoder.device.type == "cpu":
         try:
             decoder.step = CompiledStep(decoder)
         except Uncompiled:

@@ -164,7 +164,7 @@ def _read(decoder: Decoder, prompts: Sequence[Sequence[int]], first: int) -> _Pr
         return _Prefixes(range(first, end), cache, logits_NV)
 
     # PyTorch reads padded prompts; what it has cached of the padding is cut off.
-    device = next(decoder.parameters()).device
+    device = decoder.device
     tokens = [ids + [0] * (longest - len(ids)) for ids in read_prompts]
     last_indices = sent(torch.tensor([len(ids) - 1 for ids in read_prompts]), device)
     cache.rows = range(len(read_prompts))

@@ -60,7 +60,7 @@ def precision_context(precision: str, device: str) -> AbstractContextManager[obj
 def autocast_forward(model: Decoder, precision: str) -> None:
     """Make every forward of the model run inside `precision_context`, in place: for those who call it themselves."""
     if precision in _AUTOCAST_PRECISIONS:
-        autocast = torch.autocast(next(model.parameters()).device.type, matmul_dtype(precision))
+        autocast = torch.autocast(model.device.type, matmul_dtype(precision))
         model.forward = autocast(model.forward)  # type: ignore[method-assign]
 
 

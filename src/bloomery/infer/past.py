@@ -133,7 +133,7 @@ class Past:
             self.ids[row] = []
         if self.set_adapters is not None:
             self.set_adapters([self.adapters[row] for row in rows])
-        device = next(self.decoder.parameters()).device
+        device = self.decoder.device
         head = ALL_LOGITS if every else LAST
         try:
             with torch.no_grad():

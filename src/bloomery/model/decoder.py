@@ -278,6 +278,23 @@ class StageLink(Protocol):
         """Wait until everything that was sent has left; a training step does so at its end."""
 
 
+class WeightStream(Protocol):
+    """Weights that live in the host's memory, and reach the device only to compute: `parallel.streamed`."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+
+    def allocate(self) -> None:
+        """Give the model memory, undefined: on the host what lives there, on the device all else."""
+
+    def settle(self) -> None:
+        """Call after the backward of a step: the host's parameters have their gradients."""
+
+    def weights_changed(self) -> None:
+        """Call after every change of the host's weights: what the device has of them is no longer used."""
+
+
 def blank_embedding(rows: int, width: int) -> nn.Embedding:
     """The weight is undefined: to draw one on the meta device imports torch's compiler, which takes a second."""
     embedding: nn.Embedding = nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
@@ -503,6 +520,9 @@ class Decoder(nn.Module):
         self.config = config
         self.value_head = nn.Linear(config.hidden_size, 1, bias=False) if value_head else None
         self.step: DecodingStep | None = None  # None: decoding calls `forward`
+        self.weight_stream: WeightStream | None = (
+            None  # None: all weights are where the model computes
+        )
         # Layers of transformers are never cut: their backbone has the same `stage`, `link` and `group`, of one device.
         self.model: Backbone | TransformersBackbone
         backend = attention or plain_backend(config)
@@ -538,6 +558,13 @@ class Decoder(nn.Module):
         for module in self.modules():
             if isinstance(module, Attention):
                 module.decodes_with_kernel = is_used
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes: its weights may be elsewhere."""
+        if self.weight_stream is not None:
+            return self.weight_stream.device
+        return next(self.parameters()).device
 
     @property
     def stage(self) -> Stage:

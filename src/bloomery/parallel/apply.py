@@ -17,6 +17,7 @@ from bloomery.facts.attention import BACKENDS
 from bloomery.model.decoder import Block, Decoder
 from bloomery.model.mixers.recomputed import is_inside_recomputed
 from bloomery.parallel.offload import offload_activations
+from bloomery.parallel.streamed import StreamedWeights
 from bloomery.plan.types import TrainPlan
 
 _Forward = Callable[..., Tensor]
@@ -29,6 +30,9 @@ def apply(model: Decoder, plan: TrainPlan) -> None:
     Must run before the optimizer is built and the first forward. Each block is compiled on its own: whole-model graphs
     are not bitwise repeatable, and one block's graph serves all of them.
     """
+    if plan.stream != "off":
+        # Inside of checkpointing: a block that is recomputed loads its weights again.
+        model.weight_stream = StreamedWeights(model, torch.device(plan.device))
     for layer, block in zip(model.stage.layers, model.model.layers, strict=True):
         checkpoint_block(block, plan.activation_checkpointing, index=layer)
         if plan.compile:

@@ -63,6 +63,12 @@ class CopyUnderWay:
             self._work_stream.wait_event(self._end)
             self._end = None
 
+    def wait(self) -> None:
+        """Return when the copy is over: the host may read what it wrote."""
+        if self._end is not None:
+            self._end.synchronize()
+            self._end = None
+
     def __del__(self) -> None:
         self.finish()
 

@@ -173,6 +173,7 @@ def resolve(loaded_recipe: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: 
             pipeline_link=_pipeline_link(recipe, profile, step.parallel),
             device=profile.device.value,
             offload_activations=settings.offload_activations,
+            stream="off" if recipe.parallel.stream == "auto" else recipe.parallel.stream,
         ),
         checkpoint=checkpoints.value,
         eval=EvalPlan(

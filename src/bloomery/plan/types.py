@@ -222,6 +222,8 @@ class TrainPlan(PlanPart):
     threads: int
     device: str  # cpu, cuda
     offload_activations: bool = False
+    # Weights that live in the host's memory and stream through the device: those of layers, or of experts alone.
+    stream: Literal["off", "layers", "experts"] = "off"
     neftune_alpha: float | None = None
     ema_decay: float | None = None
     router: RouterPlan | None = None  # of a mixture of experts

@@ -600,6 +600,11 @@ class Parallel(Section):
         "Neighboring devices, among those of replicate and shard, that divide the experts of each"
         " layer: tokens travel to their experts.",
     )
+    stream: Literal["auto", "off", "layers", "experts"] = key(
+        "auto",
+        "Keep weights in the host's memory and copy them to the device as they are needed: those of"
+        " one layer after the other, or of the experts alone.",
+    )
     pipeline_schedule: PipelineSchedule = key(
         "1f1b",
         "Order of the micro-batches: 1f1b holds few of them in memory, interleaved waits less"

@@ -239,7 +239,7 @@ def step_balance(
         plan=plan,
         config=model.config,
         mesh=mesh,
-        device=next(model.parameters()).device,
+        device=model.device,
         num_tokens=num_tokens,
         num_micro_batches=num_micro_batches,
     )

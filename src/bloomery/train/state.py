@@ -1,7 +1,8 @@
 """Training state: model, optimizer, position in the data and progress, in and out of checkpoints."""
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -106,9 +107,19 @@ class TrainState:
     def average(self) -> WeightAverage | None:
         return self.model_and_optimizer.average
 
-    def averaged(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
         """Inside the block the model is the one to evaluate and to save: with averaged weights, if there are any."""
-        return nullcontext() if self.average is None else self.average.swapped()
+        if self.average is None:
+            yield
+            return
+        stream = self.model.weight_stream
+        with self.average.swapped():
+            if stream is not None:
+                stream.weights_changed()
+            yield
+        if stream is not None:
+            stream.weights_changed()
 
     def model_parts(self) -> Parts:
         """The live tensors of a checkpoint that is used but not resumed from. Call it inside `averaged`."""
@@ -210,8 +221,11 @@ def build_state(
         divide_experts(model, mesh)
     if mesh.device_mesh is not None:
         apply_fsdp(model, train, mesh.device_mesh, mesh.clock)
-    model.to_empty(device=torch.device(train.device))
-    model.tie()  # again: `to_empty` has given the head a tensor of its own
+    if model.weight_stream is not None:
+        model.weight_stream.allocate()
+    else:
+        model.to_empty(device=torch.device(train.device))
+    model.tie()  # again: the head has been given a tensor of its own
 
     # Compiled code adds the few rows of an embedding's gradient that a batch has into `.grad`, and autograd never sees
     # them. An optimizer inside backward and FSDP2 wait for autograd, so they exclude it.
@@ -331,6 +345,8 @@ def restore(state: TrainState, folder: Path | None, *, non_finite_counts: bool =
         _restore_start(state, non_finite_counts=non_finite_counts)
     else:
         _restore_checkpoint(state, folder, non_finite_counts=non_finite_counts)
+    if state.model.weight_stream is not None:
+        state.model.weight_stream.weights_changed()
 
 
 def _restore_start(state: TrainState, *, non_finite_counts: bool) -> None:

@@ -115,7 +115,7 @@ class StepPasses:
 
     @property
     def device(self) -> torch.device:
-        return next(self.model_and_optimizer.model.parameters()).device
+        return self.model_and_optimizer.model.device
 
     def forward(self, number: int, batch: Batch) -> LossParts:
         """The sums of the step's `number`-th micro-batch.
@@ -284,6 +284,8 @@ def train_step(
 
     # 3. Gradients: sum them over the ranks and measure them. A fused optimizer, which the plan allows on one device and
     # without PEFT methods, has measured and used its own.
+    if model.weight_stream is not None:
+        model.weight_stream.settle()
     all_reduce_gradients(optimizer.parameters, mesh)
     stage_parameters = model_and_optimizer.stage_parameters
     if stage_parameters is not None:
@@ -340,6 +342,8 @@ def train_step(
             optimizer.step(lr_scale)
         if peft_adapter is not None:
             peft_adapter.after_update()
+        if model.weight_stream is not None:
+            model.weight_stream.weights_changed()
         model_and_optimizer.updating = False
     if result.taken and balance is not None and load is not None and balance.plan.bias_update:
         balance.update_biases(model, load)

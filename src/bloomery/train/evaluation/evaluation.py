@@ -104,7 +104,7 @@ def validation_result(
     """
     # Sums of this rank: the loss, what it counts (tokens, pairs), loss tokens, the bytes of their text, metrics.
     start_time = time.perf_counter()
-    device = next(model.parameters()).device
+    device = model.device
     totals = list[Tensor]()
     counts = list[Tensor]()
     loss_tokens = 0

@@ -62,7 +62,7 @@ def score_documents(
     context = min(context or decoder.config.max_positions, decoder.config.max_positions)
     num_tokens = sum(max(len(tokens) - 1, 0) for tokens in documents)
     num_done = 0
-    most_tokens = _tokens_a_forward(next(decoder.parameters()).device)
+    most_tokens = _tokens_a_forward(decoder.device)
     for group in _groups(documents):
         losses = [np.zeros(max(len(tokens) - 1, 0), np.float32) for tokens in group]
         pieces = list[Window]()
@@ -105,7 +105,7 @@ def _score(
     decoder: Decoder, documents: list[Sequence[int]], batch: list[Window]
 ) -> list[np.ndarray]:
     """The per-token loss of each window's scored tokens. Padding is at the end, outside causal attention."""
-    device = next(decoder.parameters()).device
+    device = decoder.device
     width = batch[0].end - batch[0].start - 1
     tokens_BT = torch.zeros(len(batch), width, dtype=torch.int64)
     labels_BT = torch.zeros_like(tokens_BT)
@@ -186,7 +186,7 @@ def score_continuations(
 
     # Batches of the longest inputs first; padding is at the end, outside causal attention.
     inputs = sorted(pairs_by_input, key=len, reverse=True)
-    device = next(decoder.parameters()).device
+    device = decoder.device
     chunk = max(_LOGITS_AT_ONCE // decoder.config.vocab_size, 1)
     most_tokens = _tokens_a_forward(device)
     likelihoods = [Likelihood(0.0, False)] * len(pairs)
@@ -265,7 +265,7 @@ def value_scores(
     """float32 [texts], on the host: the value at the last token of each."""
     values = torch.zeros(len(texts))
     num_done = 0
-    device = next(decoder.parameters()).device
+    device = decoder.device
     with eval_mode(decoder):
         most_tokens = tokens_per_forward or _tokens_a_forward(device)
         for numbers in forward_batches([len(text) for text in texts], most_tokens):

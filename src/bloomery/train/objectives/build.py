@@ -146,7 +146,7 @@ class BaseScores:
     copy: Decoder | None = None
 
     def __call__(self, model: Decoder, batches: Sequence[Batch]) -> list[Batch]:
-        device = next(model.parameters()).device
+        device = model.device
         with as_reference(model, self.copy) as reference:
             return [
                 batch.with_extras(
@@ -327,7 +327,7 @@ def kto(inputs: ObjectiveInputs) -> Objective:
         # The stages of a pipeline agree: an adapter's dropout may be on some of them alone.
         if len(batches) == 1 and mesh.data_world == 1 and not mesh.any_rank(has_dropout(model)):
             return list(batches)
-        device = next(model.parameters()).device
+        device = model.device
         with eval_mode(model):
             sums = list[Tensor]()
             for host_batch in batches:

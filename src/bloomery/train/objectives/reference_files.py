@@ -115,7 +115,7 @@ def precompute(
 
     `model` must be as before the first step. Ranks share out the sequences; the first one writes.
     """
-    device = next(model.parameters()).device
+    device = model.device
     last_report = 0.0
     with ExitStack() as stack:
         stack.enter_context(eval_mode(model))

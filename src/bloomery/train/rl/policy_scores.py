@@ -60,7 +60,7 @@ class PolicyScores:
         """
         # 1. Ranks share out the samples, and take equally many forwards.
         model = self._state.model
-        device = next(model.parameters()).device
+        device = model.device
         mesh = self._state.model_and_optimizer.mesh
         batches, places = pack_for_rank(samples, shape, rank=mesh.data_rank, world=mesh.data_world)
 

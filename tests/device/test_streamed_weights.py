@@ -1,0 +1,84 @@
+"""Weights that stream from the host: runs on the simulated device are bitwise those of a model that is on it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import simulated
+import torch
+from plans_for_tests import tiny_plan
+from runs_of_the_loop import CONFIG, assert_same_tensors, prepared_corpus, saved_base
+from safetensors.torch import load_file
+
+from bloomery.monitor.events import EvalDone, StepDone
+from bloomery.plan.types import RunPlan
+from bloomery.recipe.schema import Lora, Quantize
+from device_for_tests import MEMORY_LIMIT
+from ranks import train
+
+ADAPTER = {"kind": "lora", "rank": 4, "alpha": 8.0, "target_modules": ["q_proj", "down_proj"]}
+CASES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "full, one micro-batch": {"train": {"micro_batch_size": 4, "accumulation": 1}},
+    "bfloat16": {"train": {"precision": "bfloat16-pure"}, "optimizer": {"fused": False}},
+    "float16": {"train": {"precision": "float16"}},
+    "averaged": {"train": {"ema_decay": 0.9}},
+    "lora": {"adapter": Lora(**ADAPTER, dropout=0.1)},
+    "dora": {"adapter": Lora(**ADAPTER | {"kind": "dora"})},
+    "nf4": {"adapter": Lora(**ADAPTER), "quantize": Quantize(kind="nf4")},
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    return saved_base(CONFIG, corpus, tmp_path_factory.mktemp("base"))
+
+
+def run(
+    plan: RunPlan, folder: Path, stream: str
+) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """The losses by step, and the tensors of the last checkpoint."""
+    changes: dict[str, dict[str, Any]] = {
+        "train": {"device": "cuda", "stream": stream, "activation_checkpointing": "full"},
+        "data": {"pin_memory": True},
+        "memory": {"limit": MEMORY_LIMIT},
+    }
+    sections = {
+        name: getattr(plan, name).model_copy(update=fields) for name, fields in changes.items()
+    }
+    events = train(plan.model_copy(update=sections), folder)
+    losses = {
+        f"{type(event).__name__} {event.step}": event.loss
+        for event in events
+        if isinstance(event, StepDone | EvalDone) and event.loss is not None
+    }
+    newest = max((folder / "checkpoints").glob("step-*"))
+    return losses, {
+        f"{file.stem}/{name}": tensor
+        for file in sorted(newest.rglob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_bits_are_those_of_weights_on_the_device(
+    corpus: Path, base: Path, tmp_path: Path, name: str
+) -> None:
+    sections = dict(CASES[name])
+    whole = {key: sections.pop(key) for key in ("adapter", "quantize") if key in sections}
+    sections["train"] = {"steps": 4, **sections.get("train", {})}
+    if whole:
+        sections["model"] = {"source": base}
+    plan = tiny_plan(corpus, config=CONFIG, **sections).model_copy(update=whole)
+    simulated.clear()
+    streamed_losses, streamed = run(plan, tmp_path / "streamed", "layers")
+    assert simulated.report()["problem"] == {}
+    losses, tensors = run(plan, tmp_path / "resident", "off")
+    assert len(losses) >= 5
+    assert streamed_losses == losses
+    assert_same_tensors(streamed, tensors)
