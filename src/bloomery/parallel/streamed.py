@@ -7,10 +7,8 @@ trained in full, gradients leave for the host as they are made, and the optimize
 B bytes of a layer. Copies are ordered by events alone: the host waits for gradients, nowhere else.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
@@ -21,66 +19,11 @@ from bloomery.facts.limits import aligned_bytes
 from bloomery.model.adapters.lora import is_added
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.quantized import QuantizedWeight
+from bloomery.parallel.host_gradients import HostGradients
+from bloomery.parallel.host_memory import HostLayer, Place
 from bloomery.parallel.transfers import CopyStream, CopyUnderWay, pinned_all
 
 BUFFERS = 2  # of a layer, on the device: one computes, one arrives
-STAGED = 2  # layers whose gradients are on their way to those of earlier micro-batches
-
-
-@final
-@dataclass(frozen=True)
-class Place:
-    """A tensor of a module, and where it lies in the bytes of its layer."""
-
-    tensors: dict[str, Any]  # the module's parameters or buffers by name
-    name: str
-    start: int
-    shape: torch.Size
-    dtype: torch.dtype
-
-    @property
-    def tensor(self) -> Tensor:
-        tensor: Tensor = self.tensors[self.name]
-        return tensor
-
-    def view_of(self, layer_B: Tensor) -> Tensor:
-        end = self.start + self.shape.numel() * self.dtype.itemsize
-        return layer_B[self.start : end].view(self.dtype).view(self.shape)
-
-
-@final
-@dataclass(eq=False)
-class HostLayer:
-    """The tensors of a layer that stream: one after the other in the host's memory, to be copied in one call."""
-
-    places: list[Place]
-    num_bytes: int
-    host_B: Tensor = field(init=False)
-
-    @property
-    def trained(self) -> list[Place]:
-        return [place for place in self.places if place.tensor.requires_grad]
-
-    def live_in(self, host_B: Tensor) -> None:
-        """Tensors of the host take the place of those without data."""
-        self.host_B = host_B
-        for place in self.places:
-            tensor = place.view_of(host_B)
-            if isinstance(place.tensor, nn.Parameter):
-                tensor = nn.Parameter(tensor, requires_grad=place.tensor.requires_grad)
-            place.tensors[place.name] = tensor
-
-    @contextmanager
-    def replaced(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Inside, the modules have these tensors, in the order of `places`."""
-        on_host = [place.tensor for place in self.places]
-        for place, tensor in zip(self.places, tensors, strict=True):
-            place.tensors[place.name] = tensor
-        try:
-            yield
-        finally:
-            for place, tensor in zip(self.places, on_host, strict=True):
-                place.tensors[place.name] = tensor
 
 
 def layer_of(block: nn.Module, *, in_full: bool) -> HostLayer:
@@ -190,8 +133,7 @@ class StreamedWeights:
         self._outer = HostLayer([], 0)
         self._outer_copies = list[nn.Parameter]()
         self._outer_is_current = False
-        self._gradients_out = CopyStream()
-        self._staged = deque[tuple[HostLayer, Tensor, CopyUnderWay]]()
+        self._gradients: HostGradients | None = None
         for index, block in enumerate(model.model.layers):
             block.forward = partial(self._layer_forward, index, block.forward)
         if self._in_full:
@@ -202,9 +144,7 @@ class StreamedWeights:
         if self._in_full:
             self._outer = self._outer_of(self._model)
         layers = [*self._layers, self._outer]
-        without_data = [
-            torch.empty(layer.num_bytes, dtype=torch.uint8, device="meta") for layer in layers
-        ]
+        without_data = [layer.without_data() for layer in layers]
         for layer, host_B in zip(layers, pinned_all(without_data, self.device), strict=True):
             layer.live_in(host_B)
         self._model._apply(  # type: ignore[no-untyped-call]  # torch's
@@ -220,6 +160,7 @@ class StreamedWeights:
             for place in self._outer.places
         ]
         self.ring = LayerRing(self._layers, self.device, self._num_buffers)
+        self._gradients = HostGradients(layers, self.device) if self._in_full else None
 
     def _outer_of(self, model: Decoder) -> HostLayer:
         """All parameters outside of layers; one that two modules share is in it once."""
@@ -262,7 +203,7 @@ class StreamedWeights:
         places = self._layers[index].places
         trained = [number for number, place in enumerate(places) if place.tensor.requires_grad]
         arrived = _Arrived.apply(  # type: ignore[no-untyped-call]  # torch's `apply`
-            partial(self._send_gradients, index),
+            partial(self._send_gradients, self._layers[index]),
             [tensors[number] for number in trained],
             *(places[number].tensor for number in trained),
         )
@@ -286,43 +227,20 @@ class StreamedWeights:
 
     # Gradients.
 
-    def _send_gradients(self, index: int, gradients: Sequence[Tensor | None]) -> None:
+    def _send_gradients(self, layer: HostLayer, gradients: Sequence[Tensor | None]) -> None:
         """Called in backward when those of a layer are complete."""
-        layer = self._layers[index]
-        sent = [
-            (place, gradient)
-            for place, gradient in zip(layer.trained, gradients, strict=True)
-            if gradient is not None
-        ]
-        without_data = torch.empty(layer.num_bytes, dtype=torch.uint8, device="meta")
-        (target_B,) = pinned_all([without_data], self.device)
-
-        def copy() -> None:
-            for place, gradient in sent:
-                place.view_of(target_B).copy_(gradient, non_blocking=True)
-
-        under_way = self._gradients_out.run_after_work([gradient for _, gradient in sent], copy)
-        self._staged.append((layer, target_B, under_way))
-        while len(self._staged) > STAGED:
-            self._settle_oldest()
-
-    def _settle_oldest(self) -> None:
-        layer, bytes_B, under_way = self._staged.popleft()
-        under_way.wait()
-        for place in layer.trained:
-            gradient = place.view_of(bytes_B)
-            if place.tensor.grad is None:
-                place.tensor.grad = gradient
-            else:
-                place.tensor.grad += gradient
+        assert self._gradients is not None
+        self._gradients.send(layer, gradients)
 
     def settle(self) -> None:
         """Call after the backward of a step: the host's parameters have their gradients."""
-        while self._staged:
-            self._settle_oldest()
-        for place, copy in zip(self._outer.places, self._outer_copies, strict=True):
-            place.tensor.grad = None if copy.grad is None else copy.grad.cpu()
+        if self._gradients is None:
+            return
+        copies = [copy for copy in self._outer_copies if copy.requires_grad]
+        self._send_gradients(self._outer, [copy.grad for copy in copies])
+        for copy in copies:
             copy.grad = None
+        self._gradients.settle()
 
     def weights_changed(self) -> None:
         """Call after every change of the host's weights: what the device has of them is no longer used."""
