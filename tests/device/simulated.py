@@ -282,6 +282,24 @@ def trace(on):
     _lib.sim_hear_launches(_hear_launch if on else None)
 
 
+def record():
+    """From now on all work of the devices is noted, up to the first `replay`."""
+    _lib.sim_record()
+
+
+def replay(seed):
+    """The recorded work in another order, in which the streams get ahead of each other by chance.
+
+    Returns the first piece of work that read other bytes than it had in the recording, "" if there is none.
+    """
+    return _lib.sim_replay(ctypes.c_uint64(seed)).decode()
+
+
+def recorded():
+    """How many pieces of work there are in the recording."""
+    return _lib.sim_recorded()
+
+
 def blocks(device=0):
     """The allocated blocks: (offset, bytes)."""
     return [
@@ -320,6 +338,8 @@ def patch():
     C, cuda = torch._C, torch.xpu if vendor == "intel" else torch.cuda
     type_name = "xpu" if vendor == "intel" else "cuda"
     _lib.sim_report.restype = ctypes.c_char_p
+    _lib.sim_replay.restype = ctypes.c_char_p
+    _lib.sim_recorded.restype = ctypes.c_uint64
     _lib.sim_current_stream.restype = ctypes.c_int64
     _lib.sim_set_fraction.argtypes = [ctypes.c_int, ctypes.c_double]
     _lib.sim_set_stream.argtypes = [ctypes.c_int, ctypes.c_int64]

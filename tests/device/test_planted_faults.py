@@ -322,6 +322,38 @@ def test_a_race_is_traced_to_its_places() -> None:
         simulated.trace(False)
 
 
+# Other orders of recorded work
+
+
+def wrong_orders(*, waits: bool) -> list[str]:
+    """Of a buffer that a copy overwrites after it was read, what the first work with other bytes was."""
+    home, buffer, side = torch.ones(COUNT).pin_memory(), values(2), torch.cuda.Stream()
+    simulated.record()
+    total = buffer.sum()
+    if waits:
+        side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        buffer.copy_(home, non_blocking=True)
+    torch.cuda.current_stream().wait_stream(side)
+    buffer.add_(total)
+    torch.cuda.synchronize()
+    assert buffer.eq(2 * COUNT + 1).all(), "in the recording the copy comes late"
+    orders = [simulated.replay(seed) for seed in range(20)]
+    assert buffer.eq(2 * COUNT + 1).all(), "afterwards memory is as it was"
+    return orders
+
+
+def test_orders_that_nothing_forbids_are_tried() -> None:
+    assert set(wrong_orders(waits=True)) == {""}
+    simulated.problem_is_error(False)
+    try:
+        orders = wrong_orders(waits=False)
+    finally:
+        simulated.problem_is_error(True)
+    assert 0 < orders.count("") < 20
+    assert {order.split(",")[0] for order in orders} == {"", "aten::sum"}
+
+
 # Events
 
 

@@ -142,6 +142,7 @@ inline void varlen(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Tensor state = at::zeros({2}, at::kLong);
   for (const Tensor& result : {call.own(out), call.own(lse), call.own(state), call.own(state.clone()), Tensor()})
     stack->push_back(result);
+  call.end();
 }
 inline void varlen_backward(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Call call(op, stack);
@@ -165,5 +166,6 @@ inline void varlen_backward(const c10::OperatorHandle& op, torch::jit::Stack* st
   });
   torch::jit::drop(*stack, call.arguments.size());
   for (const Tensor& result : {call.own(grad_q), call.own(grad_k), call.own(grad_v)}) stack->push_back(result);
+  call.end();
 }
 }  // namespace sim

@@ -184,6 +184,7 @@ inline void note_use(const void* base, size_t begin, size_t end, int device, boo
   if (it == a.used.begin()) return;
   int stream = current_key(device);
   const Clock& clock = stream_clock[stream];
+  recording.use({a.seen + offset + begin, end - begin}, writes, by);
   std::prev(it)->second.uses.add({offset + begin, offset + end, {stream, clock[stream]}, writes, false, by}, clock);
 }
 
@@ -233,6 +234,7 @@ inline void release(void* p) {
   a.count--;
   if (!is_forked) a.keep_or_give_back(offset, size);
   Leaving leaving{offset, size, block.pool, {}};
+  if (block.recorded.empty() && size <= kMostPoison) recording.poison({a.seen + offset, size}, block.pool, false);
   for (int stream : block.recorded) leaving.until.push_back({stream, stream_clock[stream][stream]});
   block.uses.forget(host_clock);
   if (!block.uses.empty()) a.former[offset] = {size, std::move(block.uses)};
@@ -282,6 +284,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
     a.used[offset] = std::move(block);
     a.use_again(offset, size);
     std::memset(a.seen + offset, kPoison, std::min(size, kMostPoison));
+    recording.poison({a.seen + offset, std::min(size, kMostPoison)}, pool, true);
     a.allocated += size;
     a.count++;
     a.total_count++;

@@ -27,6 +27,7 @@ struct RMSNormCall : Call {
     torch::jit::drop(*stack, arguments.size());
     torch::jit::push(*stack, first, second);
     return_results(stack);
+    end();
   }
 };
 inline void rms_norm(const c10::OperatorHandle& op, torch::jit::Stack* stack) {

@@ -121,6 +121,11 @@ struct Call {
     note_wait(name);
     host_waits(clock);
   }
+  // What it writes is there.
+  static void end() {
+    Locked locked;
+    recording.close();
+  }
   void check_determinism() const {
     if (!at::globalContext().deterministicAlgorithms()) return;
     bool alerts = kNotDeterministic.count(name) > 0;
@@ -257,5 +262,6 @@ inline void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   call.convert_arguments();
   call.run(op, stack);
   call.return_results(stack);
+  call.end();
 }
 }  // namespace sim

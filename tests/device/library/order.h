@@ -8,33 +8,12 @@
 // The host has one clock for all its threads. They order each other by means that nothing here sees (locks, queues), so
 // that a wait by one counts for all: a race between work that two threads start may be missed, none is made up.
 #pragma once
-#include "common.h"
+#include "schedules.h"
 
-#include <algorithm>
-#include <array>
 #include <cstring>
 #include <list>
 
 namespace sim {
-constexpr int kStreams = 33;  // of a device: the default one, and PyTorch's pool of 32, handed out in turn
-using Clock = std::array<uint64_t, kDevices * kStreams>;
-inline std::array<Clock, kDevices * kStreams> stream_clock{};
-inline Clock host_clock{};
-inline thread_local int64_t current_stream[kDevices] = {0};
-inline int64_t last_stream[kDevices] = {0};
-
-inline int key_of(int device, int64_t stream) { return device * kStreams + static_cast<int>(stream); }
-inline int current_key(int device) { return key_of(device, current_stream[device]); }
-inline void join(Clock& to, const Clock& from) {
-  for (size_t i = 0; i < to.size(); i++) to[i] = std::max(to[i], from[i]);
-}
-
-struct Moment {  // a piece of work, by its stream and its number there
-  int stream = 0;
-  uint64_t count = 0;
-  bool is_over(const Clock& clock) const { return clock[stream] >= count; }
-};
-
 // ---- copies on their way --------------------------------------------------------------------------------------------
 // A copy between pinned memory and a device that does not block. A GPU makes it some time after it was queued; here it
 // is made as late as the program itself allows, so that whoever does not wait sees what he may see on a GPU:
@@ -50,7 +29,6 @@ struct Copy {
   bool overlaps(const char* begin, size_t size) const { return host < begin + size && begin < host + bytes.size(); }
 };
 inline std::list<Copy> copies;  // in the order in which they were queued
-constexpr int kPoison = 0xFF;   // every byte of memory without a value: NaN, or -1
 
 inline void arrive_at_device(Copy& copy) {
   if (copy.device) std::memcpy(copy.device, copy.bytes.data(), copy.bytes.size());
@@ -127,6 +105,7 @@ inline Clock& begin_work(int device) {
   join(clock, host_clock);
   clock[current_key(device)]++;
   arrive_at_devices(clock);
+  recording.open(current_key(device), clock);
   return clock;
 }
 inline void host_waits(const Clock& clock) {

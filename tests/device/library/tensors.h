@@ -64,6 +64,7 @@ inline void resize_bytes(const c10::Storage& storage, size_t bytes) {
     note_use(storage.data(), 0, kept, d, false, "resize_");
     note_use(data.get(), 0, kept, d, true, "resize_");
     std::memcpy(seen(data.get()), seen(storage.data()), kept);
+    recording.close();
   }
   storage.set_data_ptr_noswap(std::move(data));
   storage.unsafeGetStorageImpl()->set_nbytes(bytes);
@@ -115,6 +116,7 @@ inline void copy_on_devices(const Tensor& self, const Tensor& source, const Tens
   use(self, from, true, by);
   if (from != to) join(stream_clock[current_key(to)], clock);
   view_of(self).copy_(view_of(shaped));
+  recording.close();
 }
 // Between a device and the host, with one layout and dtype: as bytes.
 inline void copy_bytes(const Tensor& self, const Tensor& from, bool non_blocking) {
@@ -135,6 +137,10 @@ inline void copy_bytes(const Tensor& self, const Tensor& from, bool non_blocking
     char* read = to_host ? device : host;
     Copy copy{{current_key(d), clock[current_key(d)]}, to_host, host, {read, read + bytes}, to_host ? nullptr : device};
     std::memset(to_host ? host : device, kPoison, bytes);
+    if (to_host)
+      recording.close();
+    else
+      recording.close_copy(copy.bytes);
     copies.push_back(std::move(copy));
     return;
   }
@@ -145,6 +151,7 @@ inline void copy_bytes(const Tensor& self, const Tensor& from, bool non_blocking
     theirs.copy_(view_of(ours));
   else
     view_of(ours).copy_(theirs);
+  recording.close();
 }
 inline Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   if (self.numel() == 0) return self;
@@ -192,6 +199,7 @@ inline at::Scalar local_scalar_dense(const Tensor& self) {
   const Clock& clock = begin_work(d);
   use(self, d, false, by);
   note_wait("item");
+  recording.close();
   host_waits(clock);
   return at::_local_scalar_dense(view_of(self));
 }
