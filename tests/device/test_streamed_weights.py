@@ -40,11 +40,11 @@ def base(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
 
 
 def run(
-    plan: RunPlan, folder: Path, stream: str
+    plan: RunPlan, folder: Path, stream: str, checkpointing: str = "full"
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """The losses by step, and the tensors of the last checkpoint."""
     changes: dict[str, dict[str, Any]] = {
-        "train": {"device": "cuda", "stream": stream, "activation_checkpointing": "full"},
+        "train": {"device": "cuda", "stream": stream, "activation_checkpointing": checkpointing},
         "data": {"pin_memory": True},
         "memory": {"limit": MEMORY_LIMIT},
     }

@@ -60,6 +60,15 @@ DEQUANTIZE_SCRATCH_BYTES = 6
 Dequantizer = Literal["torch", "compiled", "bitsandbytes"]
 
 
+def copies_chosen(num_pairs: int, num_experts: int) -> bool:
+    """Whether a forward without a gradient copies the chosen experts of a layer alone, where experts stream.
+
+    So many pairs of a token and an expert choose at most half of all. More of them would copy most, and wait for the
+    choice, where the copy of all begins before it.
+    """
+    return 2 * num_pairs <= num_experts
+
+
 def delta_net_groups(sizes: DeltaNet, tokens: int, *, on_cpu: bool) -> int:
     """In how many groups of equally many key heads, one after the other, a delta net computes its heads."""
     width = sizes.num_value_heads * (sizes.key_head_dim + sizes.value_head_dim)

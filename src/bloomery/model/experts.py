@@ -144,6 +144,9 @@ class ExpertMLPs(nn.Module):
     """
 
     exchange: ExpertExchange | None = None
+    # Where the matrices of a forward arrive one by one (`parallel.streamed_experts`): called with a stack and an expert
+    # before its matrix is read. Such a forward keeps nothing for backward.
+    await_matrix: Callable[[str, int], None] | None = None
     gate_up_proj_bias: nn.Parameter | None
     down_proj_bias: nn.Parameter | None
 
@@ -225,7 +228,9 @@ class ExpertMLPs(nn.Module):
         """
         bias_EO = None if bias_EO is None else local(bias_EO)
         y_SO: Tensor
-        if stack in self.quantized:
+        if self.await_matrix is not None:
+            y_SO = self._product_by_arrival(x, stack, pairs, bias_EO, is_sorted=is_sorted)
+        elif stack in self.quantized:
             y_SO = self.quantized[stack](x, pairs, bias_EO, is_sorted=is_sorted)
         else:
             weight_EOI = local(getattr(self, stack))
@@ -233,6 +238,33 @@ class ExpertMLPs(nn.Module):
         if stack in self.lora:
             y_SO = self.lora[stack](y_SO, x, pairs, is_sorted=is_sorted)
         return y_SO
+
+    def _product_by_arrival(
+        self, x: Tensor, stack: str, pairs: "Pairs", bias_EO: Tensor | None, *, is_sorted: bool
+    ) -> Tensor:
+        """One expert after the other, also where a kernel would multiply all at once."""
+        dtype = working_dtype(x)
+        quantized: Any = self.quantized[stack] if stack in self.quantized else None  # noqa: SIM401  # no dict
+        weight_EOI = None if quantized is not None else local(getattr(self, stack))
+
+        def matrix_of(expert: int) -> Tensor:
+            assert self.await_matrix is not None
+            self.await_matrix(stack, expert)
+            if weight_EOI is not None:
+                return weight_EOI[expert].to(dtype)
+            matrix_OI: Tensor = quantized.matrix(expert, dtype)
+            return matrix_OI
+
+        with torch.autocast(x.device.type, enabled=False):
+            return products_by_expert(
+                x.to(dtype),
+                matrix_of,
+                quantized.stored.outputs if weight_EOI is None else weight_EOI.shape[1],
+                bias_EO,
+                pairs.ends_E,
+                pairs.order_S,
+                0 if is_sorted else pairs.per_token,
+            )
 
     @staticmethod
     def _weighted_bias(bias_ED: Tensor, experts_NK: Tensor, weights_NK: Tensor) -> Tensor:

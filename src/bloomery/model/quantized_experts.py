@@ -43,6 +43,11 @@ class QuantizedExperts(nn.Module):
         )
         return result
 
+    def matrix(self, expert: int, dtype: torch.dtype) -> Tensor:
+        """[O, I]: that of an expert, as floats."""
+        weight = self.stored
+        return dequantized_part(weight.part_buffers, expert, dtype, first=weight.first_part)
+
 
 @torch.library.custom_op("bloomery::quantized_experts", mutates_args=())
 def _ahead(

@@ -18,6 +18,7 @@ from bloomery.model.decoder import Block, Decoder
 from bloomery.model.mixers.recomputed import is_inside_recomputed
 from bloomery.parallel.offload import offload_activations
 from bloomery.parallel.streamed import StreamedWeights
+from bloomery.parallel.streamed_experts import StreamedExperts
 from bloomery.plan.types import TrainPlan
 
 _Forward = Callable[..., Tensor]
@@ -30,9 +31,13 @@ def apply(model: Decoder, plan: TrainPlan) -> None:
     Must run before the optimizer is built and the first forward. Each block is compiled on its own: whole-model graphs
     are not bitwise repeatable, and one block's graph serves all of them.
     """
-    if plan.stream != "off":
-        # Inside of checkpointing: a block that is recomputed loads its weights again.
-        model.weight_stream = StreamedWeights(model, torch.device(plan.device))
+    # Inside of checkpointing: a block that is recomputed loads its weights again.
+    device = torch.device(plan.device)
+    if plan.stream == "layers":
+        model.weight_stream = StreamedWeights(model, device)
+    elif plan.stream == "experts":
+        is_recomputed = partial(recomputes, plan.activation_checkpointing)
+        model.weight_stream = StreamedExperts(model, device, is_recomputed=is_recomputed)
     for layer, block in zip(model.stage.layers, model.model.layers, strict=True):
         checkpoint_block(block, plan.activation_checkpointing, index=layer)
         if plan.compile:
@@ -42,14 +47,19 @@ def apply(model: Decoder, plan: TrainPlan) -> None:
         offload_activations(model.model)
 
 
+def recomputes(mode: str, index: int) -> bool:
+    """Whether the forward of a block runs again in backward: in `selective` without its products."""
+    if mode.startswith("every-"):
+        return index % int(mode.removeprefix("every-")) == 0
+    return mode != "none"
+
+
 def checkpoint_block(block: nn.Module, mode: str, *, index: int) -> None:
     """Make the block recompute its activations in backward: all (`full`), all but matmuls (`selective`), or none.
 
     `every-N` is `full` for each N-th block.
     """
-    if mode == "none":
-        return
-    if mode.startswith("every-") and index % int(mode.removeprefix("every-")) != 0:
+    if not recomputes(mode, index):
         return
     settings = {"context_fn": selective_contexts} if mode == "selective" else {}
     if mode != "selective" and isinstance(block, Block) and block.kind.experts is not None:

@@ -11,6 +11,9 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from bloomery.model.decoder import Decoder
+from bloomery.parallel.transfers import pinned_all
+
 
 @final
 @dataclass(frozen=True)
@@ -28,8 +31,12 @@ class Place:
         tensor: Tensor = self.tensors[self.name]
         return tensor
 
+    @property
+    def num_bytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
     def view_of(self, layer_B: Tensor) -> Tensor:
-        end = self.start + self.shape.numel() * self.dtype.itemsize
+        end = self.start + self.num_bytes
         return layer_B[self.start : end].view(self.dtype).view(self.shape)
 
 
@@ -70,3 +77,14 @@ class HostLayer:
         finally:
             for place, tensor in zip(self.places, on_host, strict=True):
                 place.tensors[place.name] = tensor
+
+
+def give_memory(model: Decoder, layers: Sequence[HostLayer], device: torch.device) -> None:
+    """To a model on the meta device, undefined: on the host to what is in `layers`, on the device to all else."""
+    without_data = [layer.without_data() for layer in layers]
+    for layer, host_B in zip(layers, pinned_all(without_data, device), strict=True):
+        layer.live_in(host_B)
+    model._apply(  # type: ignore[no-untyped-call]  # torch's
+        lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+    )
+    model.tie()

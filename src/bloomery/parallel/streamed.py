@@ -20,8 +20,8 @@ from bloomery.model.adapters.lora import is_added
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.quantized import QuantizedWeight
 from bloomery.parallel.host_gradients import HostGradients
-from bloomery.parallel.host_memory import HostLayer, Place
-from bloomery.parallel.transfers import CopyStream, CopyUnderWay, pinned_all
+from bloomery.parallel.host_memory import HostLayer, Place, give_memory
+from bloomery.parallel.transfers import CopyStream, CopyUnderWay
 
 BUFFERS = 2  # of a layer, on the device: one computes, one arrives
 
@@ -67,7 +67,7 @@ class LayerRing:
         ]
         self._copy_stream = CopyStream()
         self._uses = 0
-        self.num_loads = 0
+        self.num_loads = 0  # of whole layers
         self.bytes_loaded = 0
 
     def load(self, index: int, upcoming: int | None) -> Tensor:
@@ -85,6 +85,33 @@ class LayerRing:
             self._begin(upcoming, keep=buffer)
         return buffer.bytes_B[: self._layers[index].num_bytes]
 
+    def load_parts(
+        self, index: int, parts: Sequence[Sequence[tuple[int, int]]]
+    ) -> tuple[Tensor, list[CopyUnderWay]]:
+        """The bytes of a layer on the device [B], of which only `parts` are copied, and the copy of each part.
+
+        A part is spans of bytes. They arrive in this order, and work that reads one must wait for its copy.
+        """
+        buffer = self._free(keep=None)
+        buffer.layer = None
+        host_B = self._layers[index].host_B
+
+        def copy(spans: Sequence[tuple[int, int]]) -> None:
+            for start, end in spans:
+                buffer.bytes_B[start:end].copy_(host_B[start:end], non_blocking=True)
+                self.bytes_loaded += end - start
+
+        copies = [
+            self._copy_stream.run_after_work([buffer.bytes_B], partial(copy, spans))
+            for spans in parts
+        ]
+        return buffer.bytes_B[: self._layers[index].num_bytes], copies
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a view of a buffer."""
+        address = tensor.untyped_storage().data_ptr()
+        return any(buffer.bytes_B.data_ptr() == address for buffer in self._buffers)
+
     def forget(self) -> None:
         """Every layer is copied again before it is used: the host's weights have changed."""
         for buffer in self._buffers:
@@ -93,12 +120,17 @@ class LayerRing:
     def _with(self, index: int) -> _Buffer | None:
         return next((buffer for buffer in self._buffers if buffer.layer == index), None)
 
-    def _begin(self, index: int, keep: _Buffer | None) -> _Buffer:
-        """Copy a layer into the buffer whose layer was used longest ago."""
-        free = [buffer for buffer in self._buffers if buffer is not keep]
-        buffer = min(free, key=lambda other: other.used if other.layer is not None else -1)
+    def _free(self, keep: _Buffer | None) -> _Buffer:
+        """The buffer whose layer was used longest ago."""
+        others = [buffer for buffer in self._buffers if buffer is not keep]
+        buffer = min(others, key=lambda other: other.used if other.layer is not None else -1)
         if buffer.arriving is not None:  # for nobody
             buffer.arriving.finish()
+            buffer.arriving = None
+        return buffer
+
+    def _begin(self, index: int, keep: _Buffer | None) -> _Buffer:
+        buffer = self._free(keep)
         layer = self._layers[index]
         target_B = buffer.bytes_B[: layer.num_bytes]
         buffer.layer = index
@@ -144,15 +176,7 @@ class StreamedWeights:
         if self._in_full:
             self._outer = self._outer_of(self._model)
         layers = [*self._layers, self._outer]
-        without_data = [layer.without_data() for layer in layers]
-        for layer, host_B in zip(layers, pinned_all(without_data, self.device), strict=True):
-            layer.live_in(host_B)
-        self._model._apply(  # type: ignore[no-untyped-call]  # torch's
-            lambda tensor: (
-                torch.empty_like(tensor, device=self.device) if tensor.is_meta else tensor
-            )
-        )
-        self._model.tie()
+        give_memory(self._model, layers, self.device)
         self._outer_copies = [
             nn.Parameter(
                 torch.empty_like(place.tensor, device=self.device), place.tensor.requires_grad
@@ -181,7 +205,7 @@ class StreamedWeights:
         self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         layer = self._layers[index]
-        if index == 0 and self._in_full and not _in_backward():
+        if index == 0 and self._in_full and not in_backward():
             self.ring.forget()
         bytes_B = self.ring.load(index, self._upcoming(index))
         tensors = [place.view_of(bytes_B) for place in layer.places]
@@ -191,7 +215,7 @@ class StreamedWeights:
             return forward(*args, **kwargs)
 
     def _upcoming(self, index: int) -> int | None:
-        if _in_backward():
+        if in_backward():
             return index - 1 if index > 0 else None
         if index + 1 < len(self._layers):
             return index + 1
@@ -248,7 +272,7 @@ class StreamedWeights:
         self.ring.forget()
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 

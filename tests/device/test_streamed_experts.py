@@ -1,0 +1,144 @@
+"""Experts that stream from the host: runs on the simulated device are bitwise those of a model that is on it."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rollouts_for_tests
+import simulated
+from plans_for_tests import tiny_plan
+from runs_of_the_loop import assert_same_tensors, prepared_corpus, saved_base
+from test_expert_ranks import mixture, oss
+from test_streamed_weights import run
+
+from bloomery.facts.config import Experts
+from bloomery.model.configs import read_config
+from bloomery.parallel.streamed import LayerRing
+from bloomery.plan.types import RunPlan
+from bloomery.recipe.schema import Lora, Quantize
+from ranks import train
+
+# More layers than buffers: a layer is gone before backward comes to it.
+MIXTURE = mixture(hidden_size=64, num_layers=4)
+WINDOWS = (8, None, 8, None)
+ATTENTION = Lora(kind="lora", rank=4, alpha=8.0, dropout=0.1, target_modules=["q_proj", "v_proj"])
+EXPERTS = Lora(kind="lora", rank=4, alpha=8.0, target_modules=["all-linear"])
+NF4 = Quantize(kind="nf4")
+CASES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"adapter": ATTENTION},
+    "nf4": {"adapter": ATTENTION, "quantize": NF4},
+    "nf4, adapted experts": {"adapter": EXPERTS, "quantize": NF4},
+    "int8": {"adapter": ATTENTION, "quantize": Quantize(kind="int8")},
+    "bfloat16": {"adapter": EXPERTS, "train": {"precision": "bfloat16"}},
+    "float16": {"adapter": EXPERTS, "train": {"precision": "float16"}},
+    "one micro-batch": {"adapter": EXPERTS, "train": {"micro_batch_size": 4, "accumulation": 1}},
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> dict[str, Path]:
+    configs = {
+        "qwen3_moe": MIXTURE,
+        "gpt_oss": replace(oss(), num_layers=4, sliding_window=WINDOWS),
+    }
+    return {
+        name: saved_base(config, corpus, tmp_path_factory.mktemp(name))
+        for name, config in configs.items()
+    }
+
+
+def assert_streamed_is_resident(plan: RunPlan, folder: Path, checkpointing: str = "full") -> None:
+    simulated.clear()
+    streamed_losses, streamed = run(plan, folder / "streamed", "experts", checkpointing)
+    assert simulated.report()["problem"] == {}
+    losses, tensors = run(plan, folder / "resident", "off", checkpointing)
+    assert len(losses) >= 4
+    assert streamed_losses == losses
+    assert_same_tensors(streamed, tensors)
+
+
+def plan_of(corpus: Path, base: Path, sections: dict[str, Any]) -> RunPlan:
+    sections = dict(sections)
+    whole = {key: sections.pop(key) for key in ("adapter", "quantize") if key in sections}
+    sections["train"] = {"steps": 3, **sections.get("train", {})}
+    config = read_config(base)
+    plan = tiny_plan(
+        corpus, config=config, model={"source": base, "attention": "blockwise"}, **sections
+    )
+    return plan.model_copy(update=whole)
+
+
+def those(names: Iterable[str], *, quick: str) -> list[Any]:
+    """All but one are for `make soak`."""
+    marks = {name: [] if name == quick else [pytest.mark.soak] for name in names}
+    return [pytest.param(name, marks=marks[name], id=name) for name in names]
+
+
+@pytest.mark.parametrize("name", those(CASES, quick="nf4, adapted experts"))
+def test_the_bits_are_those_of_experts_on_the_device(
+    corpus: Path, bases: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    assert_streamed_is_resident(plan_of(corpus, bases["qwen3_moe"], CASES[name]), tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["nf4, adapted experts", "bfloat16"])
+def test_so_are_those_of_experts_with_biases(
+    corpus: Path, bases: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    assert_streamed_is_resident(plan_of(corpus, bases["gpt_oss"], CASES[name]), tmp_path)
+
+
+@pytest.mark.parametrize("checkpointing", those(["none", "selective", "every-2"], quick="none"))
+@pytest.mark.parametrize("name", those(["nf4, adapted experts", "bfloat16"], quick="bfloat16"))
+def test_backward_loads_the_weights_of_layers_that_are_not_recomputed(
+    corpus: Path, bases: dict[str, Path], tmp_path: Path, name: str, checkpointing: str
+) -> None:
+    plan = plan_of(corpus, bases["gpt_oss"], CASES[name])
+    assert_streamed_is_resident(plan, tmp_path, checkpointing)
+
+
+GENERATED = Lora(kind="lora", rank=4, target_modules=["q_proj", "v_proj"])
+GRPO = {  # by name: the experts, and whether those that sixteen tokens choose are copied alone
+    "of few": (Experts(count=4, per_token=2, width=32, normalize=True), False),
+    "of many": (Experts(count=64, per_token=2, width=32, normalize=True), True),
+}
+
+
+@pytest.mark.parametrize("name", those(GRPO, quick="of many"))
+def test_completions_are_those_of_experts_on_the_device(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sampled and trained on: their texts, rewards, losses and weights."""
+    experts, are_chosen = GRPO[name]
+    plan = rollouts_for_tests.plan_of(rollouts_for_tests.write_recipe(tmp_path))
+    config = replace(plan.model.config, family="qwen3_moe", experts=experts, num_layers=3)
+    train_plan = plan.train.model_copy(update={"steps": 2, "activation_checkpointing": "full"})
+    parts = []
+    load_parts = LayerRing.load_parts
+
+    def noted(ring: LayerRing, index: int, spans: Any) -> Any:
+        parts.append(index)
+        return load_parts(ring, index, spans)
+
+    monkeypatch.setattr(LayerRing, "load_parts", noted)
+    runs = {}
+    for stream in ("experts", "off"):
+        changes = {
+            "model": plan.model.model_copy(update={"config": config}),
+            "train": train_plan.model_copy(update={"stream": stream}),
+            "adapter": GENERATED,
+            "quantize": NF4,
+        }
+        folder = tmp_path / stream
+        runs[folder] = train(plan.model_copy(update=changes), folder)
+    (streamed_in, streamed), (resident_in, resident) = runs.items()
+    assert set(parts) == ({0, 1, 2} if are_chosen else set())
+    rollouts_for_tests.assert_same_training(streamed_in, streamed, resident_in, resident)
