@@ -6,7 +6,13 @@ from torch import Tensor
 
 from bloomery.core.device import multiplies_groups
 from bloomery.model import experts
-from bloomery.model.experts import grouped_linear, sorted_by_expert, takes_groups
+from bloomery.model.experts import (
+    grouped_linear,
+    sorted_by_expert,
+    spans,
+    steady_rows,
+    takes_groups,
+)
 
 WIDE, NARROW, COUNT = 24, 16, 4
 
@@ -72,3 +78,41 @@ def test_widths_and_dtypes_that_no_kernel_takes_go_one_by_one(
     assert not takes_groups(rows[:, :4].bfloat16(), stack[:, :, :4].bfloat16())  # 8 bytes
     assert not takes_groups(rows, stack[:, :2])
     assert not takes_groups(rows.double(), stack.double())
+
+
+@pytest.mark.parametrize("is_sorted", [True, False])
+def test_rows_for_nothing_change_no_number(is_sorted: bool) -> None:
+    # Experts with fewer rows than a step, some above one, none, and a last one whose steady rows end behind the last.
+    counts = [50, 7, 0, 71, 37]
+    chosen = torch.arange(5).repeat_interleave(torch.tensor(counts))[:, None]
+    chosen = chosen[torch.randperm(len(chosen), generator=torch.Generator().manual_seed(0))]
+    pairs = sorted_by_expert(chosen, len(counts))
+    generator = torch.Generator().manual_seed(1)
+    # Small whole numbers: every sum is exact, in any order.
+    x, stack, grad = (
+        torch.randint(-2, 3, shape, generator=generator).bfloat16()
+        for shape in ((len(chosen), WIDE), (len(counts), NARROW, WIDE), (len(chosen), NARROW))
+    )
+    x.requires_grad_()
+    stack.requires_grad_()
+    rows = grouped_linear(x, stack, pairs, is_sorted=is_sorted)
+    ours = torch.autograd.grad(rows, [x, stack], grad)
+
+    sorted_x = x if is_sorted else x[pairs.tokens_S]
+    theirs = torch.cat(
+        [sorted_x[start:end] @ stack[expert].t() for expert, start, end in spans(pairs.ends_E)]
+    )
+    assert torch.equal(rows, theirs)
+    for gradient, reference in zip(
+        ours, torch.autograd.grad(theirs, [x, stack], grad), strict=True
+    ):
+        assert torch.equal(gradient, reference)
+
+
+def test_kernels_of_all_numbers_of_rows_are_fewer_than_onednn_keeps() -> None:
+    half, single = torch.empty(0, dtype=torch.bfloat16), torch.empty(0)
+    steady = {count: steady_rows(half, count) for count in range(1, 2**14)}
+    # Forward, the gradient of rows and of matrices, of two stacks.
+    assert 6 * len(set(steady.values())) <= 1024
+    assert all(0 <= rows - count < max(32, count / 8 + 1) for count, rows in steady.items())
+    assert steady_rows(single, 33) == 33

@@ -557,14 +557,34 @@ def spans(ends_E: Tensor) -> list[tuple[int, int, int]]:
     ]
 
 
+def steady_rows(x: Tensor, count: int) -> int:
+    """How many rows a product of an expert with `count` rows takes, some of them for nothing.
+
+    For half precision on a CPU oneDNN compiles a kernel for each number of rows, which takes ten times as long as the
+    product of 256 rows, and keeps 1,024 kernels. Experts have other numbers of rows in every step: below 32 there are
+    few, above it sixteenths to eighths of a number are.
+    """
+    if x.device.type != "cpu" or x.itemsize != 2 or count <= 32:
+        return count
+    step: int = max(32, 2 ** (count.bit_length() - 4))
+    return -(-count // step) * step
+
+
 def rows_of(x: Tensor, order_S: Tensor, per_token: int, start: int, end: int) -> Tensor:
-    """Rows `start` to `end` of the sorted pairs, from rows of tokens or, where `per_token` is 0, of pairs."""
-    return x.index_select(0, order_S[start:end] // per_token) if per_token else x[start:end]
+    """Rows `start` to `end` of the sorted pairs, from rows of tokens or, where `per_token` is 0, of pairs.
+
+    Behind the last pair they are zeros.
+    """
+    last = min(end, len(order_S))
+    rows = x.index_select(0, order_S[start:last] // per_token) if per_token else x[start:last]
+    return rows if last == end else F.pad(rows, (0, 0, 0, end - last))
 
 
 def multiply(rows: Tensor, matrix_OI: Tensor, bias_O: Tensor | None, *, out: Tensor) -> None:
-    """A linear map of some rows into `out`, without a copy of what it makes."""
-    if bias_O is None:
+    """A linear map of some rows into `out`, without a copy of what it makes unless `out` has fewer rows."""
+    if len(out) < len(rows):
+        out.copy_(F.linear(rows, matrix_OI, bias_O)[: len(out)])
+    elif bias_O is None:
         torch.mm(rows, matrix_OI.t(), out=out)
     else:
         torch.addmm(bias_O, rows, matrix_OI.t(), out=out)
@@ -582,20 +602,22 @@ def products_by_expert(
     """[S, O]: the rows of one expert after the other; `matrix_of` makes its matrix [O, I] in the dtype of x."""
     result_SO = x.new_empty(len(order_S), outputs)
     for expert, start, end in spans(ends_E):
-        rows = rows_of(x, order_S, per_token, start, end)
+        # Steady rows reach into those of the next experts, whose own products come later and replace them.
+        stop = start + steady_rows(x, end - start)
+        rows = rows_of(x, order_S, per_token, start, stop)
         bias = None if bias_EO is None else bias_EO[expert].to(x.dtype)
-        multiply(rows, matrix_of(expert), bias, out=result_SO[start:end])
+        multiply(rows, matrix_of(expert), bias, out=result_SO[start:stop])
     return result_SO
 
 
 def gradients_by_expert(
     grad_SO: Tensor, matrix_of: Callable[[int], Tensor], inputs: int, ends_E: Tensor
 ) -> Tensor:
-    """[S, I]: the gradient of the rows of `products_by_expert`."""
-    grad_SI = grad_SO.new_empty(len(grad_SO), inputs)
-    for expert, start, end in spans(ends_E):
-        torch.mm(grad_SO[start:end], matrix_of(expert), out=grad_SI[start:end])
-    return grad_SI
+    """[S, I]: the gradient of the rows of `products_by_expert`, which is a product with the transposed matrices."""
+    order_S = torch.empty(len(grad_SO), device="meta")  # its length alone counts for rows of pairs
+    return products_by_expert(
+        grad_SO, lambda expert: matrix_of(expert).t(), inputs, None, ends_E, order_S, per_token=0
+    )
 
 
 @torch.library.custom_op("bloomery::grouped_linear", mutates_args=())
@@ -673,11 +695,16 @@ def _grouped_weights(
         for expert in set(range(len(grad_EOI))).difference(span[0] for span in experts_with_rows):
             grad_EOI[expert].zero_()
         for expert, start, end in experts_with_rows:
-            rows = rows_of(x, order_S, per_token, start, end)
+            # Steady rows past those of the expert count for nothing: their gradients are zeros.
+            stop = start + steady_rows(grad_SO, end - start)
+            rows = rows_of(x, order_S, per_token, start, stop)
+            grad = grad_SO[start:end]
+            if end < stop:
+                grad = F.pad(grad, (0, 0, 0, stop - end))
             if grad_EOI.dtype == rows.dtype:
-                torch.mm(grad_SO[start:end].t(), rows, out=grad_EOI[expert])
+                torch.mm(grad.t(), rows, out=grad_EOI[expert])
             else:
-                grad_EOI[expert] = grad_SO[start:end].t() @ rows
+                grad_EOI[expert] = grad.t() @ rows
         return grad_EOI
 
 
