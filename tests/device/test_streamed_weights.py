@@ -1,5 +1,6 @@
 """Weights that stream from the host: runs on the simulated device are bitwise those of a model that is on it."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,16 @@ CASES: dict[str, dict[str, Any]] = {
     "full, one micro-batch": {"train": {"micro_batch_size": 4, "accumulation": 1}},
     "bfloat16": {"train": {"precision": "bfloat16-pure"}, "optimizer": {"fused": False}},
     "float16": {"train": {"precision": "float16"}},
+    "micro-batches in pairs": {
+        "config": replace(CONFIG, tie_embeddings=False),
+        "train": {"micro_batch_size": 1, "accumulation": 5, "stream_micro_batches": 2},
+    },
     "averaged": {"train": {"ema_decay": 0.9}},
     "lora": {"adapter": Lora(**ADAPTER, dropout=0.1)},
+    "lora, micro-batches in pairs": {
+        "adapter": Lora(**ADAPTER, dropout=0.1),
+        "train": {"micro_batch_size": 1, "accumulation": 5, "stream_micro_batches": 2},
+    },
     "dora": {"adapter": Lora(**ADAPTER | {"kind": "dora"})},
     "nf4": {"adapter": Lora(**ADAPTER), "quantize": Quantize(kind="nf4")},
 }
@@ -48,6 +57,8 @@ def run(
         "data": {"pin_memory": True},
         "memory": {"limit": MEMORY_LIMIT},
     }
+    if stream == "off":
+        changes["train"]["stream_micro_batches"] = 1
     sections = {
         name: getattr(plan, name).model_copy(update=fields) for name, fields in changes.items()
     }
@@ -74,7 +85,8 @@ def test_the_bits_are_those_of_weights_on_the_device(
     sections["train"] = {"steps": 4, **sections.get("train", {})}
     if whole:
         sections["model"] = {"source": base}
-    plan = tiny_plan(corpus, config=CONFIG, **sections).model_copy(update=whole)
+    config = sections.pop("config", CONFIG)
+    plan = tiny_plan(corpus, config=config, **sections).model_copy(update=whole)
     simulated.clear()
     streamed_losses, streamed = run(plan, tmp_path / "streamed", "layers")
     assert simulated.report()["problem"] == {}

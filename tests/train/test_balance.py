@@ -12,8 +12,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from bloomery.data.batch import Batch
 from bloomery.facts.config import Experts
 from bloomery.infer.forward import forward
-from bloomery.model.decoder import ALL_LOGITS, Decoder
+from bloomery.model.decoder import Decoder
 from bloomery.model.experts import Router
+from bloomery.model.forward_input import ALL_LOGITS
 from bloomery.parallel.apply import apply
 from bloomery.plan.types import RouterPlan
 from bloomery.train import step as step_module

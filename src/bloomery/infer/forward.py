@@ -1,8 +1,9 @@
 """Forward of a micro-batch in the run's precision, with document masking; evaluation mode."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from itertools import repeat
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from bloomery.model.adapters.lora import is_added
 from bloomery.model.attention.attend import DocumentBorders, borders_of
 from bloomery.model.decoder import Decoder, Output
 from bloomery.model.experts import ExpertMLPs
+from bloomery.model.forward_input import ForwardInput
 from bloomery.model.heads import Head
 from bloomery.model.io.parameters import is_sharded
 
@@ -114,17 +116,38 @@ def forward(
 
     `counts_loads`: of the experts, which only native layers have.
     """
+    (output,) = forward_all(model, [batch], [head], precision=precision, counts_loads=counts_loads)
+    return output
+
+
+def forward_all(
+    model: Decoder,
+    batches: Sequence[Batch],
+    heads: Sequence[Head],
+    *,
+    precision: str,
+    counts_loads: bool = False,
+    begin: Sequence[Callable[[], None]] = (),
+) -> list[Output]:
+    """`forward` of each: every layer computes all of them before the next one (`Decoder.forward_all`).
+
+    `begin`: of each, called before it begins; none: nothing is called.
+    """
     isolated = model.model.backend != "sdpa"
-    with precision_context(precision, batch.tokens.device.type):
-        output: Output = model(
+    inputs = [
+        ForwardInput(
             batch.tokens,
             positions_BT=batch.positions,
             documents_BT=batch.attended_documents if isolated else None,
             borders=borders_in(batch),
             head=head,
             is_real_BT=batch.documents >= 0 if counts_loads else None,
+            begin=begin_one,
         )
-    return output
+        for batch, head, begin_one in zip(batches, heads, begin or repeat(None), strict=False)
+    ]
+    with precision_context(precision, batches[0].tokens.device.type):
+        return model.forward_all(inputs)
 
 
 def has_dropout(model: Decoder) -> bool:

@@ -10,7 +10,8 @@ from torch import Tensor
 from bloomery.core.device import sent
 from bloomery.facts.config import ModelConfig
 from bloomery.model.cache import STEP_TOKENS, Cache
-from bloomery.model.decoder import ALL_LOGITS, Decoder, Output
+from bloomery.model.decoder import Decoder, Output
+from bloomery.model.forward_input import ALL_LOGITS
 from bloomery.model.heads import LastLogits
 
 LAST = LastLogits()

@@ -8,8 +8,7 @@ B batch, T time, D width, H query heads, K key/value heads, E head width, S keys
 V vocabulary.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -23,8 +22,9 @@ from bloomery.model import compiled_pointwise
 from bloomery.model.attention.attend import DocumentBorders, DocumentLayout, layout_of
 from bloomery.model.cache import Cache, LayerCache, StateCache, VisiblePast
 from bloomery.model.compiled_scores import RowsOf
-from bloomery.model.experts import MixtureOfExperts, RouterLoad
-from bloomery.model.heads import Head, Logits
+from bloomery.model.experts import NO_LOADS, MixtureOfExperts, RouterLoad
+from bloomery.model.forward_input import ALL_LOGITS, ForwardInput
+from bloomery.model.heads import Head
 from bloomery.model.mixers.attention import Attention, SequenceExchange, plain_backend
 from bloomery.model.mixers.delta_net import GatedDeltaNet
 from bloomery.model.mixers.latent_attention import LatentAttention
@@ -34,8 +34,6 @@ from bloomery.model.rope import Frequencies, Rotary, rotary_tables
 from bloomery.model.transformers_backend import TransformersBackbone
 from bloomery.model.xielu import XIELU
 
-ALL_LOGITS = Logits()
-NO_LOADS: Mapping[int, RouterLoad] = MappingProxyType({})
 VALUE_HEAD = "value_head.weight"  # a parameter that training adds, and no file of a model has
 
 
@@ -319,7 +317,7 @@ class Backbone(nn.Module):
         self.embedding_noise = 0.0  # of NEFTune, in training
         self.exchange: SequenceExchange | None = None  # with ranks that share the sequences
         # Of the layers with experts: those of the last forward, until the decoder hands them on.
-        self.loads: dict[int, RouterLoad] = {}
+        self.loads: Mapping[int, RouterLoad] = NO_LOADS
         # Whether the backward of embeddings adds to `.grad` itself, because autograd's gradient is as large as the
         # weight (`compiled_scores.RowsOf`). No hook sees that gradient: off where somebody waits for one.
         self.adds_rows = False
@@ -349,6 +347,66 @@ class Backbone(nn.Module):
         is_real_BT: Tensor | None = None,
     ) -> Tensor:
         """The last hidden states [B, T, D], normed; where the forward ends before the head, `StageLink.send`'s 0."""
+        steps = self.layer_by_layer(
+            tokens_BT, positions_BT, documents_BT, cache, borders, is_real_BT
+        )
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                x_BTD, self.loads = end.value
+                hidden_BTD: Tensor = x_BTD
+                return hidden_BTD
+
+    def forward_all(
+        self, inputs: Sequence[ForwardInput]
+    ) -> list[tuple[Tensor, Mapping[int, RouterLoad]]]:
+        """Of each what `forward` returns, and the loads of its experts: every layer computes all before the next one.
+
+        Within a layer the last input comes first. Autograd runs what was computed last first, so that one backward
+        takes the layers in reverse, and in each of them the inputs in their order.
+        """
+        forwards = {
+            number: self.layer_by_layer(
+                inputs[number].tokens_BT,
+                inputs[number].positions_BT,
+                inputs[number].documents_BT,
+                None,
+                inputs[number].borders,
+                inputs[number].is_real_BT,
+                inputs[number].begin,
+            )
+            for number in reversed(range(len(inputs)))
+        }
+        results = dict[int, tuple[Tensor, Mapping[int, RouterLoad]]]()
+        while len(results) < len(inputs):
+            for number, steps in forwards.items():
+                try:
+                    with inputs[number].around():
+                        next(steps)
+                except StopIteration as end:
+                    results[number] = end.value
+        return [results[number] for number in range(len(inputs))]
+
+    def layer_by_layer(
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor | None,
+        documents_BT: Tensor | None,
+        cache: Cache | None,
+        borders: DocumentBorders | None,
+        is_real_BT: Tensor | None,
+        begin: Callable[[], None] | None = None,
+    ) -> Generator[None, None, tuple[Tensor, Mapping[int, RouterLoad]]]:
+        """A forward that pauses after each layer, where others may run. It returns its hidden states, and the loads of
+        its experts.
+        """
+        if begin is not None:
+            begin()
+        seed_layer = (
+            self.seed_layer if self.training else None
+        )  # others may set their own meanwhile
+
         # What depends on positions and documents alone is computed once, for all layers.
         positions = self.positions(tokens_BT, positions_BT, cache)
         layout = layout_of(documents_BT, backend=self.backend, borders=borders)
@@ -358,7 +416,7 @@ class Backbone(nn.Module):
         block_of_layer = dict(zip(stage.layers, self.layers, strict=True))
         inputs_LBTP: Sequence[Tensor | None] = (None,) * self.config.num_layers
         lent_by_layer: dict[int, VisiblePast] = {}
-        self.loads = {}
+        loads = dict[int, RouterLoad]()
         counted = {} if is_real_BT is None else {"is_real_BT": is_real_BT}
         groups = range(len(stage.groups)) if self.group is None else (self.group,)
         for group in groups:
@@ -371,8 +429,8 @@ class Backbone(nn.Module):
                 assert self.link is not None, "a stage has a link to the one before"
                 x_BTD = self.link.receive(group, tokens_BT)
             for layer in stage.groups[group]:
-                if self.seed_layer is not None and self.training:
-                    self.seed_layer(layer)
+                if seed_layer is not None:
+                    seed_layer(layer)
                 layer_cache = None if cache is None else cache.layers[layer]
                 block: Any = block_of_layer[layer]
                 output = block(
@@ -390,19 +448,20 @@ class Backbone(nn.Module):
                     if output.past is not None:
                         lent_by_layer[layer] = output.past
                     if output.load is not None:
-                        self.loads[layer] = output.load
+                        loads[layer] = output.load
+                yield
 
             # It ends at the head, or goes on to the stage that follows.
             if stage.has_head and group == len(stage.groups) - 1:
-                if self.seed_layer is not None and self.training:
-                    self.seed_layer(self.config.num_layers)
+                if seed_layer is not None:
+                    seed_layer(self.config.num_layers)
                 x_BTD = self.normed(x_BTD)
             else:
                 assert self.link is not None, "a stage has a link to the one after"
                 x_BTD = self.link.send(group, x_BTD)
         if cache is not None:
             cache.advance(tokens_BT.shape[1])
-        return x_BTD
+        return x_BTD, loads
 
     def normed(self, x_BTD: Tensor) -> Tensor:
         """What the head reads: the last hidden states, normed, and scaled instead of their logits."""
@@ -607,18 +666,50 @@ class Decoder(nn.Module):
         loads: Mapping[int, RouterLoad] = NO_LOADS
         if isinstance(self.model, Backbone):
             loads = self.model.loads
-            self.model.loads = {}
-        head_output = None
-        if self.ends_here:
-            is_value = self.config.head == "values"
-            softcap = None if is_value else self.config.final_softcap
-            head_output = head(last_BTD, self.score if is_value else self.lm_head, softcap)
+            self.model.loads = NO_LOADS
+        head_output = self.head_output(last_BTD, head) if self.ends_here else None
 
         # With a cache the next tokens depend on the output: every stage needs it.
         if cache is not None and self.model.link is not None:
             head_output = self.model.link.share(head_output)
         # Without a head, `last_BTD` is the 0 of `StageLink.send`, whose backward is that of this stage.
         return Output(last_BTD if head_output is None else head_output, loads=loads)
+
+    def forward_all(self, inputs: Sequence[ForwardInput]) -> list[Output]:
+        """What `forward` gives of each, on one device and without a cache: their gradients after one backward of all
+        are bitwise those of one forward and backward after the other (`Backbone.forward_all`).
+
+        Two things differ: a matrix that is both embedding and head, where it is trained, has its gradients as head
+        first; and layers of transformers compute one input after the other.
+        """
+        if len(inputs) == 1:  # of one this is a call like any other, with the hooks of the module
+            return [self._forward_of(inputs[0])]
+        results = self.model.forward_all(inputs)
+        outputs = dict[int, Output]()
+        for number in reversed(range(len(inputs))):
+            last_BTD, loads = results[number]
+            with inputs[number].around():
+                head_output = self.head_output(last_BTD, inputs[number].head)
+            outputs[number] = Output(head_output, loads=loads)
+        return [outputs[number] for number in range(len(inputs))]
+
+    def _forward_of(self, forward_input: ForwardInput) -> Output:
+        if forward_input.begin is not None:
+            forward_input.begin()
+        output: Output = self(
+            forward_input.tokens_BT,
+            positions_BT=forward_input.positions_BT,
+            documents_BT=forward_input.documents_BT,
+            borders=forward_input.borders,
+            head=forward_input.head,
+            is_real_BT=forward_input.is_real_BT,
+        )
+        return output
+
+    def head_output(self, last_BTD: Tensor, head: Head) -> Tensor:
+        is_value = self.config.head == "values"
+        softcap = None if is_value else self.config.final_softcap
+        return head(last_BTD, self.score if is_value else self.lm_head, softcap)
 
     @property
     def ends_here(self) -> bool:

@@ -8,7 +8,8 @@ N tokens, D width, E experts, K that a token meets, S = N K pairs of a token and
 matrix, F width inside an expert.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -46,6 +47,9 @@ class RouterLoad(NamedTuple):
     scores_E: Tensor
     squares: Tensor
     entropy: Tensor
+
+
+NO_LOADS: Mapping[int, RouterLoad] = MappingProxyType({})  # by layer
 
 
 class Router(nn.Module):

@@ -5,7 +5,7 @@ that plans, adapters, quantized weights and files treat them like native ones.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -25,6 +25,8 @@ from bloomery.facts.config import (
 )
 from bloomery.model.cache import Cache
 from bloomery.model.document_rows import DocumentGroup, document_groups
+from bloomery.model.experts import NO_LOADS, RouterLoad
+from bloomery.model.forward_input import ForwardInput
 from bloomery.model.io.parameters import is_linear_map, is_sharded
 from bloomery.model.transformers_files import saved_forms
 from bloomery.model.transformers_model import Unlike, blank_model
@@ -263,6 +265,19 @@ class TransformersBackbone(nn.Module):
             last_BTD = self._hidden(tokens_BT, positions_BT=positions_BT, mask=mask)
         factor = self.transformers_backend.factor
         return last_BTD if factor == 1.0 else last_BTD * factor
+
+    def forward_all(
+        self, inputs: Sequence[ForwardInput]
+    ) -> list[tuple[Tensor, Mapping[int, RouterLoad]]]:
+        """As `Backbone.forward_all`; the layers run inside transformers, so that one input follows the other."""
+        results = []
+        for one in reversed(inputs):
+            if one.begin is not None:
+                one.begin()
+            with one.around():
+                hidden_BTD = self.forward(one.tokens_BT, one.positions_BT, one.documents_BT, None)
+            results.append((hidden_BTD, NO_LOADS))
+        return results[::-1]
 
     def _hidden(
         self,

@@ -1,6 +1,7 @@
 """Activations wait for backward in the host's memory: copied away during forward, and back shortly before use."""
 
 import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import final
@@ -10,6 +11,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from bloomery.facts.limits import PINNED_CHUNK, aligned_bytes
+from bloomery.model.decoder import Backbone
+from bloomery.model.experts import RouterLoad
+from bloomery.model.forward_input import ForwardInput
+from bloomery.model.transformers_backend import TransformersBackbone
 from bloomery.parallel.transfers import CopyStream, CopyUnderWay, has_own_memory, pinned_block
 
 THRESHOLD_BYTES = 2**20  # smaller tensors cost more calls than they free memory
@@ -26,19 +31,35 @@ def offload_activations(backbone: nn.Module, *, threshold: int = THRESHOLD_BYTES
     """
     hooks_by_depth: list[_OffloadHooks | None] = []
 
-    def enter(_module: nn.Module, _inputs: object) -> None:
+    def enter(*_: object) -> None:
         hooks = _OffloadHooks(backbone, threshold) if torch.is_grad_enabled() else None
         hooks_by_depth.append(hooks)
         if hooks is not None:
             hooks.__enter__()
 
-    def leave(_module: nn.Module, _inputs: object, _output: object) -> None:
+    def leave(*_: object) -> None:
         hooks = hooks_by_depth.pop()
         if hooks is not None:
             hooks.__exit__(None, None, None)
 
     backbone.register_forward_pre_hook(enter)
     backbone.register_forward_hook(leave, always_call=True)
+    if not isinstance(backbone, Backbone | TransformersBackbone):
+        return
+
+    # A forward of several inputs is no call of the module.
+    forward_all = backbone.forward_all
+
+    def offloading(
+        inputs: Sequence[ForwardInput],
+    ) -> list[tuple[Tensor, Mapping[int, RouterLoad]]]:
+        enter()
+        try:
+            return forward_all(inputs)
+        finally:
+            leave()
+
+    backbone.forward_all = offloading  # type: ignore[method-assign]
 
 
 @final

@@ -3,21 +3,25 @@
 The device holds a few buffers, each as large as the largest layer. While a layer computes, the next one is copied into
 another buffer; backward, which is recomputed at the borders of layers, loads them again in reverse. Of a model that is
 trained in full, gradients leave for the host as they are made, and the optimizer updates the host's parameters.
+Several micro-batches may share a load: a layer computes all of them, forward and backward, before the next one does.
 
 B bytes of a layer. Copies are ordered by events alone: the host waits for gradients, nowhere else.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
+from bloomery.facts.counting import is_never_trained
 from bloomery.facts.limits import aligned_bytes
 from bloomery.model.adapters.lora import is_added
-from bloomery.model.decoder import Decoder
+from bloomery.model.decoder import Decoder, Output
+from bloomery.model.forward_input import ForwardInput
 from bloomery.model.io.quantized import QuantizedWeight
 from bloomery.parallel.host_gradients import HostGradients
 from bloomery.parallel.host_memory import HostLayer, Place, give_memory
@@ -159,15 +163,21 @@ class StreamedWeights:
         self._model = model
         self._num_buffers = num_buffers
         self._in_full = all(
-            parameter.requires_grad or parameter.numel() == 1 for parameter in model.parameters()
+            parameter.requires_grad or is_never_trained(name)
+            for name, parameter in model.named_parameters()
         )
         self._layers = [layer_of(block, in_full=self._in_full) for block in model.model.layers]
         self._outer = HostLayer([], 0)
         self._outer_copies = list[nn.Parameter]()
         self._outer_is_current = False
         self._gradients: HostGradients | None = None
+        self._num_together = 1  # micro-batches that share a load
+        # By layer: the sums of gradients of those micro-batches so far, where their sum leaves for the host at once.
+        self._sums_on_device = dict[int, _Sum]()
+        self._sent_layers = set[int]()  # of which the host has gradients of this step
         for index, block in enumerate(model.model.layers):
             block.forward = partial(self._layer_forward, index, block.forward)
+        model.forward_all = partial(self._forward_all, model.forward_all)  # type: ignore[method-assign]
         if self._in_full:
             model.forward = partial(self._forward, model.forward)  # type: ignore[method-assign]
 
@@ -205,13 +215,15 @@ class StreamedWeights:
         self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         layer = self._layers[index]
-        if index == 0 and self._in_full and not in_backward():
-            self.ring.forget()
         bytes_B = self.ring.load(index, self._upcoming(index))
         tensors = [place.view_of(bytes_B) for place in layer.places]
-        if self._in_full and torch.is_grad_enabled():
-            tensors = self._with_gradients(index, tensors)
-        with layer.replaced(tensors):
+        resident: AbstractContextManager[None] = nullcontext()
+        if torch.is_grad_enabled():
+            if self._in_full:
+                tensors = self._with_gradients(index, tensors)
+            elif self._num_together > 1:
+                resident = self._with_ordered_sums(index)
+        with layer.replaced(tensors), resident:
             return forward(*args, **kwargs)
 
     def _upcoming(self, index: int) -> int | None:
@@ -220,14 +232,14 @@ class StreamedWeights:
         if index + 1 < len(self._layers):
             return index + 1
         # Backward begins with the last layers, which are here. Another forward would begin with the first one.
-        return None if torch.is_grad_enabled() or self._in_full else 0
+        return None if torch.is_grad_enabled() else 0
 
     def _with_gradients(self, index: int, tensors: list[Tensor]) -> list[Tensor]:
         """The tensors of a layer whose gradients go to the host; those that are frozen as they are."""
         places = self._layers[index].places
         trained = [number for number, place in enumerate(places) if place.tensor.requires_grad]
         arrived = _Arrived.apply(  # type: ignore[no-untyped-call]  # torch's `apply`
-            partial(self._send_gradients, self._layers[index]),
+            partial(self._gather_gradients, index, self._num_together),
             [tensors[number] for number in trained],
             *(places[number].tensor for number in trained),
         )
@@ -237,6 +249,11 @@ class StreamedWeights:
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Of the whole decoder, with the device's copies of what is no layer."""
+        return self._with_outer(forward, *args, **kwargs)
+
+    def _with_outer(self, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._in_full:
+            return compute(*args, **kwargs)
         if not self._outer_is_current:
             with torch.no_grad():
                 for place, copy in zip(self._outer.places, self._outer_copies, strict=True):
@@ -245,11 +262,89 @@ class StreamedWeights:
         try:
             with self._outer.replaced(self._outer_copies):
                 self._model.tie()
-                return forward(*args, **kwargs)
+                return compute(*args, **kwargs)
         finally:
             self._model.tie()
 
+    def _forward_all(
+        self, forward_all: Callable[..., list[Output]], inputs: Sequence[ForwardInput]
+    ) -> list[Output]:
+        """Of micro-batches that share each load: every one has leaves of its own outside of layers."""
+        outputs: list[Output]
+        if len(inputs) == 1 or not torch.is_grad_enabled():
+            outputs = self._with_outer(forward_all, inputs)
+            return outputs
+        self._num_together = len(inputs)
+        try:
+            outputs = self._with_outer(lambda: forward_all(self._with_own_leaves(inputs)))
+        finally:
+            self._num_together = 1
+        return outputs
+
+    # Several micro-batches in one backward. Autograd would add the gradients of all of them first, and their sum to
+    # those of micro-batches before: rounding would be another. So each adds its own, in their order.
+
+    def _with_own_leaves(self, inputs: Sequence[ForwardInput]) -> list[ForwardInput]:
+        """Inputs that compute with leaves of their own: of the same memory, and of the same memory of gradients."""
+        places = [
+            Place(module._parameters, name, 0, parameter.shape, parameter.dtype)
+            for path, module in self._model.named_modules()
+            if not path.startswith("model.layers.")
+            for name, parameter in module._parameters.items()
+            if parameter is not None and parameter.requires_grad
+        ]
+        outer = HostLayer(places, 0)
+        changed = []
+        for forward_input in inputs:
+            leaves = dict[Tensor, nn.Parameter]()  # a tied matrix is one
+            for place in places:
+                parameter = place.tensor
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                if parameter not in leaves:
+                    leaves[parameter] = nn.Parameter(parameter.detach())
+                    leaves[parameter].grad = parameter.grad
+            own = [leaves[place.tensor] for place in places]
+            changed.append(replace(forward_input, around=partial(outer.replaced, own)))
+        return changed
+
+    def _with_ordered_sums(self, index: int) -> AbstractContextManager[None]:
+        """Inside, the trained tensors of a layer that are on the device add each micro-batch's gradients by itself."""
+        block = self._model.model.layers[index]
+        places = [
+            Place(module._parameters, name, 0, parameter.shape, parameter.dtype)
+            for module in block.modules()
+            for name, parameter in module.named_parameters(recurse=False)
+            if parameter.requires_grad
+        ]
+        parameters = [place.tensor for place in places]
+        if not parameters:
+            return nullcontext()
+        arrived = _Arrived.apply(  # type: ignore[no-untyped-call]  # torch's `apply`
+            partial(_add_gradients, parameters),
+            [parameter.detach() for parameter in parameters],
+            *parameters,
+        )
+        return HostLayer(places, 0).replaced(arrived)
+
     # Gradients.
+
+    def _gather_gradients(
+        self, index: int, num_together: int, gradients: Sequence[Tensor | None]
+    ) -> None:
+        """Called in backward when those of a micro-batch are complete.
+
+        The host adds to what it has. While it has nothing, the sum over micro-batches that share a load is taken here,
+        and leaves once.
+        """
+        if num_together > 1 and index not in self._sent_layers:
+            running = self._sums_on_device.setdefault(index, _Sum())
+            running.add(gradients)
+            if running.count < num_together:
+                return
+            gradients = self._sums_on_device.pop(index).gradients
+        self._sent_layers.add(index)
+        self._send_gradients(self._layers[index], gradients)
 
     def _send_gradients(self, layer: HostLayer, gradients: Sequence[Tensor | None]) -> None:
         """Called in backward when those of a layer are complete."""
@@ -265,6 +360,7 @@ class StreamedWeights:
         for copy in copies:
             copy.grad = None
         self._gradients.settle()
+        self._sent_layers.clear()
 
     def weights_changed(self) -> None:
         """Call after every change of the host's weights: what the device has of them is no longer used."""
@@ -274,6 +370,39 @@ class StreamedWeights:
 
 def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+@final
+@dataclass
+class _Sum:
+    """The gradients of a layer over micro-batches, in their order."""
+
+    gradients: list[Tensor | None] = field(default_factory=list)
+    count: int = 0
+
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
+        """Autograd may have given a gradient to others, too: the first ones are not changed in place."""
+        self.count += 1
+        if self.count == 1:
+            self.gradients = list(gradients)
+            return
+        for number, gradient in enumerate(gradients):
+            so_far = self.gradients[number]
+            if so_far is None or gradient is None:
+                self.gradients[number] = gradient if so_far is None else so_far
+            else:
+                self.gradients[number] = so_far + gradient
+
+
+def _add_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """To the `grad` of each, as autograd does for a leaf."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is None:
+            continue
+        if parameter.grad is None:
+            parameter.grad = gradient.clone()
+        else:
+            parameter.grad += gradient
 
 
 class _Arrived(torch.autograd.Function):

@@ -174,6 +174,11 @@ def resolve(loaded_recipe: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: 
             device=profile.device.value,
             offload_activations=settings.offload_activations,
             stream="off" if recipe.parallel.stream == "auto" else recipe.parallel.stream,
+            stream_micro_batches=(
+                1
+                if recipe.parallel.stream_micro_batches == "auto"
+                else recipe.parallel.stream_micro_batches
+            ),
         ),
         checkpoint=checkpoints.value,
         eval=EvalPlan(

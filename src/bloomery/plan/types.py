@@ -224,6 +224,7 @@ class TrainPlan(PlanPart):
     offload_activations: bool = False
     # Weights that live in the host's memory and stream through the device: those of layers, or of experts alone.
     stream: Literal["off", "layers", "experts"] = "off"
+    stream_micro_batches: PositiveInt = 1  # that pass through a layer for each load of it, at most
     neftune_alpha: float | None = None
     ema_decay: float | None = None
     router: RouterPlan | None = None  # of a mixture of experts

@@ -605,6 +605,11 @@ class Parallel(Section):
         "Keep weights in the host's memory and copy them to the device as they are needed: those of"
         " one layer after the other, or of the experts alone.",
     )
+    stream_micro_batches: PositiveInt | Literal["auto"] = key(
+        "auto",
+        "Micro-batches of a step that pass through a layer for each copy of its weights, where they"
+        " stream; the activations at the borders of layers of all of them are kept.",
+    )
     pipeline_schedule: PipelineSchedule = key(
         "1f1b",
         "Order of the micro-batches: 1f1b holds few of them in memory, interleaved waits less"

@@ -11,7 +11,7 @@ from torch import Tensor
 from bloomery.core.device import sent
 from bloomery.infer.sampling import NotFinite
 from bloomery.model.cache import Cache
-from bloomery.model.decoder import ALL_LOGITS
+from bloomery.model.forward_input import ALL_LOGITS
 from bloomery.serve.engine import Chance, End
 from bloomery.serve.served import Served
 

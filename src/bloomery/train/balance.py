@@ -128,13 +128,16 @@ class StepBalance:
         """
         return self.plan.loss > 0 and self.plan.counts == "step" and own_micro_batches > 1
 
-    def count(self, forwards: Sequence[Callable[[], Loads]]) -> None:
-        """The counts of the whole step, by forwards without gradients of this rank's micro-batches."""
+    def count(self, forwards: Sequence[Callable[[], Sequence[Loads]]]) -> None:
+        """The counts of the whole step, by forwards without gradients of this rank's micro-batches, of one or several
+        each.
+        """
         counts_LE = torch.zeros(len(self.layers), self._facts.count, device=self.device)
         with torch.no_grad():
             for forward in forwards:
-                for layer, load in forward().items():
-                    counts_LE[self.layers.index(layer)] += load.counts_E
+                for loads in forward():
+                    for layer, load in loads.items():
+                        counts_LE[self.layers.index(layer)] += load.counts_E
         self.counts_LE = self.mesh.all_reduce(counts_LE)
 
     def note(self, loads: Loads) -> None:

@@ -1,7 +1,7 @@
 """One optimizer step: the gradients of its micro-batches, loss scaling, clipping and the update."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bloomery.core.device import seed_generators, sent
 from bloomery.data.batch import Batch
 from bloomery.data.order import mix
-from bloomery.infer.forward import forward, free_gathered, has_dropout, to_device
+from bloomery.infer.forward import forward_all, free_gathered, has_dropout, to_device
 from bloomery.model.adapters.peft_methods import PeftAdapter
 from bloomery.model.decoder import Backbone, Decoder
 from bloomery.model.io.parameters import is_split, local
@@ -123,28 +123,37 @@ class StepPasses:
         Dropout is keyed by the run's seed, the step's first sequence, micro-batch, data rank and layer, so that no
         generator state is part of a run, and no mask depends on the stages of a pipeline.
         """
-        self._seed_dropout(number)
-        parts = compute_loss(
+        return self.forward_all({number: batch})[0]
+
+    def forward_all(self, batches: Mapping[int, Batch]) -> list[LossParts]:
+        """The sums of some of the step's micro-batches, by number; every layer computes all before the next one."""
+        all_parts = compute_losses(
             self.model_and_optimizer.model,
-            to_device(batch, self.device),
+            [to_device(batch, self.device) for batch in batches.values()],
             self.objective,
             precision=self.plan.precision,
             counts_loads=self.balance is not None,
+            begin=self._beginnings(batches),
         )
         if self.balance is not None:
-            self.balance.note(parts.loads)
-        return parts
+            for parts in all_parts:
+                self.balance.note(parts.loads)
+        return all_parts
 
-    def loads_of(self, number: int, batch: Batch) -> Loads:
-        """The loads of the step's `number`-th micro-batch, as `forward` will have them; no head runs."""
-        self._seed_dropout(number)
-        return forward(
+    def loads_of(self, batches: Mapping[int, Batch]) -> list[Loads]:
+        """The loads of some of the step's micro-batches, as `forward_all` will have them; no head runs."""
+        outputs = forward_all(
             self.model_and_optimizer.model,
-            to_device(batch, self.device),
-            _no_head,
+            [to_device(batch, self.device) for batch in batches.values()],
+            [_no_head] * len(batches),
+            begin=self._beginnings(batches),
             precision=self.plan.precision,
             counts_loads=True,
-        ).loads
+        )
+        return [output.loads for output in outputs]
+
+    def _beginnings(self, numbers: Iterable[int]) -> list[Callable[[], None]]:
+        return [partial(self._seed_dropout, number) for number in numbers]
 
     def _seed_dropout(self, number: int) -> None:
         model = self.model_and_optimizer.model
@@ -158,18 +167,25 @@ class StepPasses:
         seed = key >> 1  # a generator takes 63 bits
         seed_generators(self.device, seed)
 
-    def backward(self, parts: LossParts) -> None:
-        """Add the gradient of the step's mean loss; with a fused optimizer, also update the weights."""
+    def backward(self, all_parts: Sequence[LossParts]) -> None:
+        """Add the gradient of what these micro-batches have of the step's mean loss; with a fused optimizer, also
+        update the weights.
+        """
+        scaled_losses = list(map(self._scaled_loss, all_parts))
+        if self.model_and_optimizer.optimizer.fused_backward:
+            assert self.fused_norm is None, "the plan refuses gradient accumulation with it"
+            (scaled_loss,) = scaled_losses
+            self.fused_norm = self._fused_backward(scaled_loss)
+        else:
+            torch.autograd.backward(scaled_losses)
+
+    def _scaled_loss(self, parts: LossParts) -> Tensor:
         scaled_loss = parts.total * (self.scale_factor / self.num_targets)
         # The losses of routers are no part of the reported loss.
         auxiliary = None if self.balance is None else self.balance.auxiliary(parts.loads)
         if auxiliary is not None:
             scaled_loss = scaled_loss + auxiliary * self.scale_factor
-        if self.model_and_optimizer.optimizer.fused_backward:
-            assert self.fused_norm is None, "the plan refuses gradient accumulation with it"
-            self.fused_norm = self._fused_backward(scaled_loss)
-        else:
-            scaled_loss.backward()
+        return scaled_loss
 
     def _fused_backward(self, scaled_loss: Tensor) -> float:
         """Backward with the optimizer fused into it: the norm over all gradients, non-finite where it stopped halfway.
@@ -209,15 +225,43 @@ def compute_loss(
 
     A stage without the head has no loss: its sums are zeros, and backward through `total` goes through its layers.
     """
-    head = objective.head(batch)
-    output = forward(model, batch, head, precision=precision, counts_loads=counts_loads)
+    (parts,) = compute_losses(
+        model, [batch], objective, precision=precision, counts_loads=counts_loads
+    )
+    return parts
+
+
+def compute_losses(
+    model: Decoder,
+    batches: Sequence[Batch],
+    objective: Objective,
+    *,
+    precision: str,
+    counts_loads: bool = False,
+    begin: Sequence[Callable[[], None]] = (),
+) -> list[LossParts]:
+    """`compute_loss` of each: every layer computes all of them before the next one.
+
+    `begin`: of each, called before it begins; none: nothing is called.
+    """
+    outputs = forward_all(
+        model,
+        batches,
+        [objective.head(batch) for batch in batches],
+        begin=begin,
+        precision=precision,
+        counts_loads=counts_loads,
+    )
     if model.ends_here:
-        return objective.loss(output.head, batch)._replace(loads=output.loads)
+        return [
+            objective.loss(output.head, batch)._replace(loads=output.loads)
+            for output, batch in zip(outputs, batches, strict=True)
+        ]
     # The loss of no scores at all has the names of the metrics, which every rank needs for their sum.
-    names = objective.loss(torch.zeros_like(batch.loss_mask), batch).metrics
-    zero = output.head.new_zeros(())
+    names = objective.loss(torch.zeros_like(batches[0].loss_mask), batches[0]).metrics
+    zero = outputs[0].head.new_zeros(())
     metrics = {name: zero.new_zeros(2) for name in names}
-    return LossParts(output.head, zero, metrics, output.loads)
+    return [LossParts(output.head, zero, metrics, output.loads) for output in outputs]
 
 
 def train_step(
@@ -275,7 +319,8 @@ def train_step(
         balance=balance,
     )
     if balance is not None and balance.counts_first(len(batches)):
-        balance.count([partial(passes.loads_of, *numbered) for numbered in enumerate(batches)])
+        groups = groups_of(batches, plan.stream_micro_batches)
+        balance.count([partial(passes.loads_of, group) for group in groups])
         free_gathered(model)
     total, metric_sums = run_micro_batches(batches, passes)
     if peft_adapter is not None and (penalty := peft_adapter.penalty()) is not None:
@@ -363,8 +408,10 @@ def run_micro_batches(
     """All passes of a step on this rank: the summed loss and the sums of metrics; gradients are in the parameters.
 
     One device takes one micro-batch after the other, so that the activations of one are in memory; a stage of a
-    pipeline takes them in the order of its schedule.
+    pipeline takes them in the order of its schedule. Where weights stream, groups of them share each load of a layer.
     """
+    if passes.plan.stream_micro_batches > 1:
+        return _run_groups(groups_of(batches, passes.plan.stream_micro_batches), passes)
     mesh = passes.model_and_optimizer.mesh
     backbone = passes.model_and_optimizer.model.model
     actions = order(
@@ -385,7 +432,7 @@ def run_micro_batches(
             # Replicas of shards sum their gradients once per step, in the last backward of each group of layers.
             is_last = action is last_backwards[action.chunk]
             reduce_between_replicas(passes.model_and_optimizer.model, in_next_backward=is_last)
-            passes.backward(in_flight.pop(key))
+            passes.backward([in_flight.pop(key)])
             continue
         # Of several groups of layers a forward in training computes one; any other forward computes all of them.
         if isinstance(backbone, Backbone) and passes.plan.pipeline_chunks > 1:
@@ -397,6 +444,27 @@ def run_micro_batches(
     if isinstance(backbone, Backbone) and backbone.link is not None:
         backbone.group = None
         backbone.link.settle()
+    return total, metric_sums
+
+
+def groups_of(batches: Sequence[Batch], size: int) -> list[dict[int, Batch]]:
+    """The micro-batches of a step by number, in groups of at most `size`."""
+    numbered = list(enumerate(batches))
+    return [dict(numbered[start : start + size]) for start in range(0, len(numbered), size)]
+
+
+def _run_groups(
+    groups: Sequence[Mapping[int, Batch]], passes: StepPasses
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`run_micro_batches`: one backward for all of a group, the next group after it."""
+    total = torch.zeros((), dtype=torch.float32, device=passes.device)
+    metric_sums = dict[str, Tensor]()
+    for group in groups:
+        all_parts = passes.forward_all(group)
+        for parts in all_parts:
+            total += parts.total.detach()
+            metric_sums = joined_metrics(metric_sums, parts.metrics)
+        passes.backward(all_parts)
     return total, metric_sums
 
 

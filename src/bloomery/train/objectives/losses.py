@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bloomery.model.decoder import NO_LOADS
-from bloomery.model.experts import RouterLoad
+from bloomery.model.experts import NO_LOADS, RouterLoad
 
 NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 
