@@ -160,7 +160,10 @@ def load(library):
 class Stats(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_uint64)
-        for name in "allocated peak reserved reserved_peak count total ooms capacity pinned pinned_peak retries".split()
+        for name in (
+            "allocated peak reserved reserved_peak count total ooms capacity pinned pinned_peak retries "
+            "copied_in copied_out"
+        ).split()
     ]
 
 

@@ -7,67 +7,19 @@ from typing import Any
 import pytest
 import simulated
 import torch
-from plans_for_tests import tiny_config, tiny_plan
+from steps_on_device import CASES, LAYERS, batches_of, streamed_plan
 
-from bloomery.data.batch import Batch
 from bloomery.model.io.parameters import local
 from bloomery.parallel.streamed import LayerRing, StreamedWeights, _in_backward
-from bloomery.parallel.transfers import CopyUnderWay
+from bloomery.parallel.transfers import CopyStream, CopyUnderWay
 from bloomery.plan.types import RunPlan
-from bloomery.recipe.schema import Lora, Quantize
 from bloomery.train.objectives.build import build_objective
 from bloomery.train.state import build_state
 from bloomery.train.step import train_step
-from device_for_tests import MEMORY_LIMIT
 
-LAYERS = 6
-CONFIG = tiny_config(num_layers=LAYERS, vocab_size=96)
-LORA = Lora(kind="lora", rank=2, alpha=4.0, target_modules=["q_proj", "down_proj"])
-CASES: dict[str, dict[str, Any]] = {
-    "full": {},
-    "lora": {"adapter": LORA},
-    "nf4": {"adapter": LORA, "quantize": Quantize(kind="nf4")},
-}
 STEPS = 2
 QUICK_ORDERS = 10
 ORDERS = 200
-
-
-def plan_of(case: str, *, stream: str) -> RunPlan:
-    train = {
-        "device": "cuda",
-        "stream": stream,
-        "activation_checkpointing": "full",
-        "micro_batch_size": 1,
-        "accumulation": 2,
-        "tokens_per_step": 32,
-    }
-    plan = tiny_plan(
-        config=CONFIG,
-        train=train,
-        data={"sequence_length": 16, "pin_memory": True},
-        memory={"limit": MEMORY_LIMIT},
-    )
-    return plan.model_copy(update=CASES[case])
-
-
-def batches_of(step: int, plan: RunPlan) -> list[Batch]:
-    generator = torch.Generator().manual_seed(step)
-    shape = plan.train.micro_batch_size, plan.data.sequence_length
-    batches = []
-    for _ in range(plan.train.accumulation):
-        tokens_BT = torch.randint(0, plan.model.config.vocab_size, shape, generator=generator)
-        positions_BT = torch.arange(shape[1]).expand(shape)
-        batches.append(
-            Batch(
-                tokens_BT,
-                tokens_BT.roll(-1, 1),
-                torch.ones(shape),
-                positions_BT,
-                torch.zeros_like(positions_BT),
-            )
-        )
-    return batches
 
 
 @dataclass(frozen=True)
@@ -113,7 +65,7 @@ def resident() -> Callable[[str], Trained]:
 
     def of(case: str) -> Trained:
         if case not in results:
-            results[case] = trained(plan_of(case, stream="off"))
+            results[case] = trained(streamed_plan(case, stream="off"))
         return results[case]
 
     return of
@@ -137,7 +89,7 @@ def first_wrong_order(streamed: Trained, expected: Trained, orders: int) -> int 
 def test_no_order_changes_a_bit(case: str, orders: int, resident: Callable[[str], Trained]) -> None:
     expected = resident(case)
     simulated.clear()
-    streamed = trained(plan_of(case, stream="layers"), is_recorded=True)
+    streamed = trained(streamed_plan(case), is_recorded=True)
     assert simulated.report()["problem"] == {}
     assert simulated.recorded() > 5_000  # pieces of work
     assert first_wrong_order(streamed, expected, orders) is None
@@ -156,6 +108,10 @@ def buffers_are_overwritten_while_they_are_read(monkeypatch: pytest.MonkeyPatch)
 
 def gradients_are_read_before_they_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CopyUnderWay, "wait", lambda _copy: None)
+
+
+def sums_are_used_before_they_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CopyStream, "synchronize", lambda _copies: None)
 
 
 def gradients_are_freed_while_they_leave(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,6 +146,7 @@ FAULTS: dict[str, Sequence[Callable[[pytest.MonkeyPatch], None]]] = {
         layers_are_used_before_they_arrive,
         buffers_are_overwritten_while_they_are_read,
         gradients_are_read_before_they_arrive,
+        sums_are_used_before_they_arrive,
         gradients_are_freed_while_they_leave,
         the_last_layer_is_taken_for_one_that_is_there,
         nobody_says_that_weights_changed,
@@ -227,7 +184,7 @@ def test_a_missing_wait_is_found_within_ten_orders(
     try:
         with monkeypatch.context() as patches:
             plant(patches)
-            streamed = trained(plan_of(case, stream="layers"), is_recorded=True)
+            streamed = trained(streamed_plan(case), is_recorded=True)
             found = first_wrong_order(streamed, expected, 10)
     finally:
         torch.cuda.synchronize()

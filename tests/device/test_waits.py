@@ -41,6 +41,7 @@ QUICK = {
     "4 micro-batches",
     "blockwise, attention dropout",
     "fused into backward",
+    "streamed full, 4 micro-batches",
     "kto",
     "distill",
     "experts",
@@ -128,6 +129,7 @@ def reported(plan: RunPlan) -> RunPlan:
 
 ONE = {"accumulation": 1, "tokens_per_step": 64}
 FOUR = {"accumulation": 4, "tokens_per_step": 256}
+STREAMED = {"stream": "layers", "activation_checkpointing": "full"}
 BLOCKWISE = CONFIG.__class__(**vars(CONFIG) | {"attention_dropout": 0.1})
 SECOND_STEP = ("objective.num_iterations=2", "objective.beta=0.1")
 PPO = "objective={kind: ppo, num_generations: 1, max_completion_length: 8, num_iterations: 2}"
@@ -163,6 +165,20 @@ STEPS: dict[str, Callable[[Folders], RunPlan]] = {
         tiny(f.text, config=MIXTURE, train={"router": RouterPlan(loss=0.01, z_loss=0.01)})
     ),
     "lora": lambda f: tiny(f.text, config=CONFIG, model={"source": f.base}, adapter=LORA),
+    **{
+        f"streamed {case}": lambda f, train=train: tiny(f.text, train=STREAMED | train)
+        for case, train in {"full": ONE, "full, 4 micro-batches": FOUR}.items()
+    },
+    **{
+        f"streamed lora{micro_batches}": lambda f, train=train: tiny(
+            f.text,
+            config=CONFIG,
+            model={"source": f.base},
+            adapter=LORA,
+            train=STREAMED | train,
+        )
+        for micro_batches, train in {"": ONE, ", 4 micro-batches": FOUR}.items()
+    },
     "sft": lambda f: tiny(f.answers("chat"), objective=Sft(kind="sft")),
     "dpo": lambda f: tiny(f.answers("pairs"), objective=Preference(kind="dpo", beta=0.5)),
     "kto": lambda f: tiny(f.answers("kto"), objective=Kto(kind="kto", beta=0.5)),

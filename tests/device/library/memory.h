@@ -53,6 +53,7 @@ struct Arena {
   std::list<Leaving> leaving;
   std::map<size_t, size_t> kept;  // offset -> size of large freed blocks whose pages the host did not get back
   size_t kept_bytes = 0;
+  size_t copied_in = 0, copied_out = 0;  // bytes, from the host and to it
   size_t allocated = 0, peak = 0, reserved = 0, reserved_peak = 0, count = 0, total_count = 0, ooms = 0, retries = 0;
 
   bool has_named(const void* p) const { return named && p >= named && p < named + kAddresses; }

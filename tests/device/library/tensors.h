@@ -128,6 +128,7 @@ inline void copy_bytes(const Tensor& self, const Tensor& from, bool non_blocking
   auto* host = static_cast<char*>(theirs.data_ptr());
   size_t bytes = theirs.nbytes();
   Locked locked;
+  (to_host ? arena(d).copied_out : arena(d).copied_in) += bytes;
   check_process();
   Clock& clock = begin_work(d);
   use(ours, d, !to_host, by);
