@@ -34,6 +34,7 @@ class Library(NamedTuple):
     package: str
     file: str
     header: str | None = None  # a file of `bloomery.model` that stands before it
+    flags: tuple[str, ...] = ()  # beside those of every file
 
 
 @functools.cache
@@ -52,7 +53,8 @@ def library(source: Library) -> ctypes.CDLL:
     version = subprocess.run(
         [compiler, "--version"], capture_output=True, text=True, check=False
     ).stdout
-    facts = [code.decode(), compiler, version, " ".join(FLAGS), _cpu()]
+    flags = (*FLAGS, *source.flags)
+    facts = [code.decode(), compiler, version, " ".join(flags), _cpu()]
     digest = hashlib.sha256("|".join(facts).encode()).hexdigest()[:16]
     name = f"{source.file.partition('.')[0]}-{digest}.so"
 
@@ -60,7 +62,9 @@ def library(source: Library) -> ctypes.CDLL:
     problems: list[str] = []
     for folder in dict.fromkeys((cache_folder(), temporary_cache())):
         try:
-            return _library_in(folder, name, compiler, code, is_shared=folder != cache_folder())
+            return _library_in(
+                folder, name, [compiler, *flags], code, is_shared=folder != cache_folder()
+            )
         except OSError as error:
             problems.append(f"{folder}: {error.strerror or error}")
     raise Uncompiled(
@@ -70,7 +74,7 @@ def library(source: Library) -> ctypes.CDLL:
 
 
 def _library_in(
-    folder: Path, name: str, compiler: str, code: bytes, *, is_shared: bool
+    folder: Path, name: str, command: list[str], code: bytes, *, is_shared: bool
 ) -> ctypes.CDLL:
     """The code from this folder, compiled where it is missing or cannot be loaded. Raises OSError and Uncompiled.
 
@@ -82,7 +86,7 @@ def _library_in(
     if library_file.exists():
         with suppress(OSError):  # cut by a full disk, or on a disk whose files may not be executed
             return ctypes.CDLL(str(library_file))
-    _compile(compiler, code, library_file)
+    _compile(command, code, library_file)
     try:
         return ctypes.CDLL(str(library_file))
     except OSError:
@@ -95,13 +99,13 @@ def find_compiler() -> str | None:
     return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
-def _compile(compiler: str, code: bytes, library_file: Path) -> None:
+def _compile(command: list[str], code: bytes, library_file: Path) -> None:
     """Writes the file atomically, for this user alone, since its content runs. Raises OSError and Uncompiled."""
     library_file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library_file.parent) as folder:
         draft = Path(folder) / library_file.name
         compilation = subprocess.run(
-            [compiler, *FLAGS, "-x", "c++", "-", "-o", str(draft)],
+            [*command, "-x", "c++", "-", "-o", str(draft)],
             input=code,
             capture_output=True,
             check=False,
@@ -110,7 +114,7 @@ def _compile(compiler: str, code: bytes, library_file: Path) -> None:
         if compilation.returncode:
             lines = compilation.stderr.decode(errors="replace").splitlines() or [""]
             first_error = next((line for line in lines if "error" in line), lines[0])
-            raise Uncompiled(f"{compiler} failed: {first_error}", _fix_of(first_error))
+            raise Uncompiled(f"{command[0]} failed: {first_error}", _fix_of(first_error))
         draft.chmod(0o700)
         draft.replace(library_file)
 

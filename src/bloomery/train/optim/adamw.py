@@ -1,5 +1,6 @@
 """AdamW (arXiv:1711.05101) in pieces of bounded size, with 8-bit or 16-bit moments, on the device or the host."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 from bloomery.core.errors import UserError
 from bloomery.facts.limits import INT8_BLOCK, INT8_SMALLEST
 from bloomery.facts.optimizers import saves_memory
+from bloomery.model.native import Uncompiled
 from bloomery.plan.types import OptimizerPlan
+from bloomery.train.optim import compiled_adamw
 from bloomery.train.optim.common import (
     Gate,
     Rounding,
@@ -25,8 +28,10 @@ from bloomery.train.optim.common import (
     gated,
     increment_step,
     parameters_with_state,
+    square_root_,
     zero_step,
 )
+from bloomery.train.optim.compiled_adamw import AdamRates, Moments
 from bloomery.train.optim.placement import PieceStates, StatePlacement
 
 
@@ -35,6 +40,9 @@ class MomentFormat(Protocol):
 
     @property
     def slot(self) -> str: ...
+
+    @property
+    def dtype_name(self) -> Moments: ...
 
     def initial_state(self, parameter: Tensor) -> State: ...
 
@@ -61,6 +69,10 @@ class FloatMoment:
     slot: str
     dtype: torch.dtype
     rounding: Rounding
+
+    @property
+    def dtype_name(self) -> Moments:
+        return "bfloat16" if self.dtype == torch.bfloat16 else "float32"
 
     def initial_state(self, parameter: Tensor) -> State:
         return {
@@ -104,6 +116,10 @@ class Int8Moment:
     signed: bool
 
     @property
+    def dtype_name(self) -> Moments:
+        return "int8"
+
+    @property
     def scale_slot(self) -> str:
         return f"{self.slot}_scale"
 
@@ -138,8 +154,10 @@ class Int8Moment:
         scales = (blocks.abs() if self.signed else blocks).amax(1)
         shares = blocks / torch.where(scales > 0, scales, 1.0)[:, None]
         if not self.signed:
-            return [shares.sqrt_().sqrt_().mul_(255).round_().clamp_(min=1).to(torch.uint8), scales]
-        levels = shares.abs().sqrt_().sqrt_().mul_(127).round_().mul_(shares.sign_())
+            levels = square_root_(square_root_(shares)).mul_(255).round_().clamp_(min=1)
+            return [levels.to(torch.uint8), scales]
+        roots = square_root_(square_root_(shares.abs()))
+        levels = roots.mul_(127).round_().mul_(shares.sign_())
         return [levels.to(torch.int8), scales]
 
     def from_float(self, moment: Tensor) -> State:
@@ -180,7 +198,10 @@ class ChunkedAdamW(torch.optim.Optimizer):
         state_dtype: str,
         rounding: Rounding,
         placement: StatePlacement,
+        compiled: bool | None = None,
     ) -> None:
+        """`compiled`: whether compiled code updates parameters on a CPU; None: where it is here and agrees."""
+        self._compiled = compiled
         self._state_dtype = state_dtype
         self._rounding = rounding
         self._placement = placement
@@ -189,6 +210,7 @@ class ChunkedAdamW(torch.optim.Optimizer):
             for parameter in group["params"]:
                 empty = self._empty_state(parameter)
                 placement.expect({(parameter, slot): value for slot, value in empty.items()})
+                self._compiles(parameter)  # the code is compiled now, so that no step waits for it
 
     @torch.no_grad()
     def step(  # type: ignore[override]  # torch's takes a closure that computes the loss
@@ -201,9 +223,13 @@ class ChunkedAdamW(torch.optim.Optimizer):
             parameters = parameters_with_state(self, group, self._initial_state)
             for parameter in parameters:
                 increment_step(self.state[parameter])
-            for batch in batches_of(
-                parameters, self._batch_key, nn.Parameter.numel, self._rounding
-            ):
+            in_torch = list[nn.Parameter]()
+            for parameter in parameters:
+                if self._compiles(parameter):
+                    self._update_compiled(parameter, group, gate)
+                else:
+                    in_torch.append(parameter)
+            for batch in batches_of(in_torch, self._batch_key, nn.Parameter.numel, self._rounding):
                 self._update(batch, group, gate)
 
     def _formats(self, parameter: nn.Parameter) -> tuple[MomentFormat, MomentFormat]:
@@ -276,6 +302,60 @@ class ChunkedAdamW(torch.optim.Optimizer):
             type(self._formats(parameter)[0]),
         )
 
+    def _compiles(self, parameter: nn.Parameter) -> bool:
+        """Whether compiled code updates it, to the same bits. Rows of a shard begin within a piece."""
+        return (
+            parameter.device.type == "cpu"
+            and parameter.dtype in compiled_adamw.DTYPES
+            and parameter.is_contiguous()
+            and type(parameter.data) is Tensor  # a fake tensor has no memory
+            and parameter not in self._rounding.shards.full_parameters
+            and (compiled_code_agrees() if self._compiled is None else self._compiled)
+        )
+
+    def _update_compiled(
+        self, parameter: nn.Parameter, group: dict[str, Any], gate: Gate | None
+    ) -> None:
+        if gate is not None and not gate.open:
+            return
+        assert parameter.grad is not None
+        state = self.state[parameter]
+        step = round(float(state["step"]))
+        formats = self._formats(parameter)
+        whole = Span(parameter, 0, parameter.numel())
+        beta1, beta2 = group["betas"]
+        lr = group["lr"]
+        rates = AdamRates(
+            first_weight=gated(1 - beta1, gate),
+            second_weight=gated(1 - beta2, gate),
+            correction=math.sqrt(1 - beta2**step),
+            eps=group["eps"],
+            rate=gated(-lr / (1 - beta1**step), gate),
+            kept=1 - gated(lr * group["weight_decay"], gate),
+            factor=1.0 if gate is None else float(gate.factor),
+        )
+        piece = self._rounding.piece_size(parameter.device)
+        at_random = self._rounding.stochastic and parameter.dtype == torch.bfloat16
+        slots = (
+            () if at_random else None,
+            *((moment.slot,) if moment.dtype_name == "bfloat16" else None for moment in formats),
+        )
+        seeds = [
+            0 if slot is None else self._rounding.seed_of(parameter, step, start, *slot)
+            for start in range(0, parameter.numel(), piece)
+            for slot in slots
+        ]
+        compiled_adamw.update(
+            parameter.detach(),
+            parameter.grad.contiguous(),
+            [moment.stored_tensors(state, whole) for moment in formats],
+            kind=formats[0].dtype_name,
+            rates=AdamRates(*map(float, rates)),
+            piece=piece,
+            seeds=seeds,
+            at_random=at_random,
+        )
+
     def _update(self, batch: list[nn.Parameter], group: dict[str, Any], gate: Gate | None) -> None:
         formats = self._formats(batch[0])
         step = round(float(self.state[batch[0]]["step"]))
@@ -332,7 +412,7 @@ class ChunkedAdamW(torch.optim.Optimizer):
         first.lerp_(gradient, gated(1 - beta1, gate))
         second.lerp_(gradient.square(), gated(1 - beta2, gate))
         del gradient
-        update = second.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
+        update = square_root_(second.clone()).div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
         torch.div(first, update, out=update).mul_(gated(-lr / (1 - beta1**step), gate))
 
         weights = [span.view_of(span.parameter.detach()) for span in spans]
@@ -348,6 +428,44 @@ class ChunkedAdamW(torch.optim.Optimizer):
             values = updated[start : start + span.size]
             self._rounding.write(weight, values, span.parameter, step, span.start)
             start += -(-span.size // padding) * padding
+
+
+@functools.cache
+def compiled_code_agrees() -> bool:
+    """Whether compiled code is here and gives the bits of PyTorch's operations: an update of each format says so."""
+    try:
+        compiled_adamw.build()
+    except Uncompiled:
+        return False
+    return all(
+        _bits_of_an_update(dtype, state_dtype, compiled=False)
+        == _bits_of_an_update(dtype, state_dtype, compiled=True)
+        for dtype in compiled_adamw.DTYPES
+        for state_dtype in ("float32", "bfloat16", "int8")
+    )
+
+
+def _bits_of_an_update(dtype: torch.dtype, state_dtype: str, *, compiled: bool) -> list[bytes]:
+    """Weights and states after two updates of as many values as have 8-bit states, and some more."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(3, INT8_SMALLEST + 5, generator=generator)
+    parameter = nn.Parameter(drawn[0].to(dtype))
+    rounding = Rounding({parameter: ""}, 0, stochastic=True)
+    optimizer = ChunkedAdamW(
+        [{"params": [parameter], "weight_decay": 0.1}],
+        lr=0.01,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        state_dtype=state_dtype,
+        rounding=rounding,
+        placement=StatePlacement(offload=False),
+        compiled=compiled,
+    )
+    for gradient in drawn[1:]:
+        parameter.grad = gradient.to(dtype)
+        optimizer.step()
+    tensors = [parameter.detach(), *optimizer.state[parameter].values()]
+    return [tensor.view(torch.uint8).numpy().tobytes() for tensor in tensors if tensor.ndim]
 
 
 def _padded(parts: Sequence[Tensor], multiple: int) -> Tensor:

@@ -16,6 +16,7 @@ from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 
 State = dict[str, Tensor]
 HALF_OF_LOWER_BITS = 1 << 15
+ROOTS_AT_ONCE = 2**13  # values of a CPU, as float64 between
 
 
 def seed_from(*parts: int | str) -> int:
@@ -45,6 +46,15 @@ def round_stochastically(exact: Tensor, bits: Tensor) -> Tensor:
     # The bits range from -2^15 to 2^15 - 1; half of the lower bits makes the sum unbiased.
     sums = values.view(torch.int32).add_(bits.view(exact.shape)).add_(HALF_OF_LOWER_BITS)
     return sums.view(torch.int16)[..., 1::2].view(torch.bfloat16)
+
+
+def square_root_(x: Tensor) -> Tensor:
+    """In place of contiguous float32, rounded to the nearest: PyTorch's on a CPU may be Intel's MKL, off by a bit."""
+    if x.device.type != "cpu":
+        return x.sqrt_()
+    for part in x.view(-1).split(ROOTS_AT_ONCE):
+        part.copy_(part.to(torch.float64).sqrt_())
+    return x
 
 
 def piece_size(device_type: str) -> int:
@@ -132,12 +142,16 @@ class Rounding:
         """Values per piece of a parameter on that device."""
         return piece_size(self.device_type or device.type)
 
+    def seed_of(self, parameter: nn.Parameter, step: int, start: int, *slot: str) -> int:
+        """Of the random bits of a piece of a parameter that begins at `start`; `slot`: of one of its states."""
+        return seed_from(self.seed, self.names[parameter], step, start, *slot)
+
     def to_bfloat16(
         self, exact: Tensor, parameter: nn.Parameter, step: int, start: int, *slot: str
     ) -> Tensor:
         """Stochastic rounding, whatever the setting, of values from the flat index `start`. Overwrites `exact`."""
         if parameter not in self.shards.full_parameters:
-            seed = seed_from(self.seed, self.names[parameter], step, start, *slot)
+            seed = self.seed_of(parameter, step, start, *slot)
             return round_stochastically(
                 exact, random_bits(exact.numel(), seed=seed, device=exact.device)
             )
@@ -148,7 +162,7 @@ class Rounding:
         end = begin + exact.numel()
         bits = [torch.empty(0, dtype=torch.int16, device=exact.device)]
         for piece_start in range(begin // length * length, end, length):
-            seed = seed_from(self.seed, self.names[parameter], step, piece_start, *slot)
+            seed = self.seed_of(parameter, step, piece_start, *slot)
             piece_bits = random_bits(
                 min(length, numel - piece_start), seed=seed, device=exact.device
             )
