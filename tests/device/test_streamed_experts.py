@@ -8,14 +8,23 @@ from typing import Any
 import pytest
 import rollouts_for_tests
 import simulated
+import test_streamed_schedules
+import torch
 from plans_for_tests import tiny_plan
 from runs_of_the_loop import assert_same_tensors, prepared_corpus, saved_base
+from steps_on_device import streamed_plan
+from streamed_experts import decoder_of
+from test_device_memory import peak_bytes_of
 from test_expert_ranks import mixture, oss
 from test_streamed_weights import run
 
 from bloomery.facts.config import Experts
+from bloomery.facts.limits import aligned_bytes, buffer_bytes
 from bloomery.model.configs import read_config
+from bloomery.model.io.weights import fresh_decoder, quantize_model
+from bloomery.parallel import streamed_experts
 from bloomery.parallel.streamed import LayerRing
+from bloomery.parallel.streamed_experts import StreamedExperts
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Lora, Quantize
 from ranks import train
@@ -23,6 +32,9 @@ from ranks import train
 # More layers than buffers: a layer is gone before backward comes to it.
 MIXTURE = mixture(hidden_size=64, num_layers=4)
 WINDOWS = (8, None, 8, None)
+BIASED = replace(
+    oss(), num_layers=4, sliding_window=WINDOWS, experts=replace(oss().experts, count=8)
+)
 ATTENTION = Lora(kind="lora", rank=4, alpha=8.0, dropout=0.1, target_modules=["q_proj", "v_proj"])
 EXPERTS = Lora(kind="lora", rank=4, alpha=8.0, target_modules=["all-linear"])
 NF4 = Quantize(kind="nf4")
@@ -142,3 +154,117 @@ def test_completions_are_those_of_experts_on_the_device(
     (streamed_in, streamed), (resident_in, resident) = runs.items()
     assert set(parts) == ({0, 1, 2} if are_chosen else set())
     rollouts_for_tests.assert_same_training(streamed_in, streamed, resident_in, resident)
+
+
+ORDERED = mixture(hidden_size=64, num_layers=6)
+LAYERS, COUNT, WIDTH, HIDDEN = 5, 64, 64, 64
+LARGE = mixture(
+    hidden_size=HIDDEN,
+    num_layers=LAYERS,
+    experts={"count": COUNT, "per_token": 2, "width": WIDTH},
+)
+MATRIX = 3 * HIDDEN * WIDTH  # values of an expert, in two stacks
+
+
+def tensor_bytes(quantize: Quantize | None, value_bytes: int) -> list[int]:
+    """Of a layer: two stacks as they are kept."""
+    counts = (COUNT * MATRIX * 2 // 3, COUNT * MATRIX // 3)
+    if quantize is None:
+        return [value_bytes * count for count in counts]
+    return [size for count in counts for size in buffer_bytes(count, "nf4", True)]
+
+
+@pytest.mark.parametrize("quantize", [None, NF4], ids=["bfloat16", "nf4"])
+@pytest.mark.parametrize("checkpointing", those(["full", "none"], quick="none"))
+def test_the_device_holds_all_but_experts_and_two_layers_of_them(
+    quantize: Quantize | None, checkpointing: str
+) -> None:
+    settings = {"precision": "bfloat16", "activation_checkpointing": checkpointing}
+    plan = tiny_plan(
+        config=LARGE, train={"device": "cuda", "micro_batch_size": 1, "accumulation": 1, **settings}
+    ).model_copy(update={"adapter": ATTENTION, "quantize": quantize or Quantize(kind="none")})
+    streamed = plan.model_copy(
+        update={"train": plan.train.model_copy(update={"stream": "experts"})}
+    )
+    of_layer = sum(map(aligned_bytes, tensor_bytes(quantize, 2)))
+    saved = peak_bytes_of(plan) - peak_bytes_of(streamed)
+    assert saved == pytest.approx((LAYERS - 2) * of_layer, rel=0.01)
+
+
+@pytest.mark.parametrize("quantize", [None, NF4], ids=["float32", "nf4"])
+@torch.no_grad()
+def test_a_token_brings_the_experts_that_it_chooses(quantize: Quantize | None) -> None:
+    resident = fresh_decoder(LARGE, seed=0)
+    if quantize is not None:
+        quantize_model(resident.requires_grad_(False), quantize)
+    resident.to("cuda")
+    decoder = decoder_of(LARGE, quantize=quantize)
+    assert isinstance(decoder.weight_stream, StreamedExperts)
+    ring = decoder.weight_stream.ring
+    sizes = tensor_bytes(quantize, 4)
+
+    # Forty tokens need all experts; the copy of the first layer begins again for the forward that follows.
+    tokens = torch.arange(40, device="cuda")[None]
+    assert torch.equal(decoder(tokens).head, resident(tokens).head)
+    assert ring.num_loads == LAYERS + 1
+    assert ring.bytes_loaded == (LAYERS + 1) * sum(map(aligned_bytes, sizes))
+
+    # One needs two of each layer, and the scales of scales, which are of all.
+    before = ring.bytes_loaded
+    token = tokens[:, :1]
+    assert torch.equal(decoder(token).head, resident(token).head)
+    of_matrices = sum(size for size in sizes if size % COUNT == 0)
+    common = sum(sizes) - of_matrices
+    assert ring.bytes_loaded - before == LAYERS * (2 * of_matrices // COUNT + common)
+    assert ring.num_loads == LAYERS + 1
+
+
+# The orders in which a device may run copies and work.
+
+
+@pytest.mark.parametrize("checkpointing", those(["full", "none"], quick="none"))
+def test_no_order_changes_a_bit(checkpointing: str) -> None:
+    def plan_in(stream: str) -> RunPlan:
+        plan = streamed_plan("nf4", stream=stream)
+        settings = {"activation_checkpointing": checkpointing}
+        changes = {"model": {"config": ORDERED}, "train": settings}
+        sections = {
+            name: getattr(plan, name).model_copy(update=fields) for name, fields in changes.items()
+        }
+        return plan.model_copy(update={**sections, "adapter": GENERATED})
+
+    expected = test_streamed_schedules.trained(plan_in("off"))
+    simulated.clear()
+    streamed = test_streamed_schedules.trained(plan_in("experts"), is_recorded=True)
+    assert simulated.report()["problem"] == {}
+    assert test_streamed_schedules.first_wrong_order(streamed, expected, 10) is None
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@torch.no_grad()
+def test_a_matrix_is_awaited_before_it_multiplies(
+    waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the experts that a token chooses, in ten orders; one without the wait has other bytes."""
+    resident = fresh_decoder(BIASED, seed=0).to("cuda")
+    decoder = decoder_of(BIASED)
+    token = torch.zeros(1, 1, dtype=torch.int64, device="cuda")
+    expected = resident(token).head
+    torch.cuda.synchronize()
+    simulated.problem_is_error(False)
+    try:
+        with monkeypatch.context() as patches:
+            if not waits:
+                patches.setattr(streamed_experts._Arrivals, "wait", lambda *_: None)
+            simulated.clear()
+            simulated.record()
+            is_right = torch.equal(decoder(token).head, expected)
+            torch.cuda.synchronize()
+            wrong = [seed for seed in range(1, 10) if simulated.replay(seed)]
+            problems = simulated.report()["problem"]
+    finally:
+        torch.cuda.synchronize()
+        simulated.problem_is_error(True)
+        simulated.clear()
+    assert (is_right and not wrong) == waits
+    assert (problems == {}) == waits

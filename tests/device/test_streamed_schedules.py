@@ -10,7 +10,7 @@ import torch
 from steps_on_device import CASES, LAYERS, batches_of, streamed_plan
 
 from bloomery.model.io.parameters import local
-from bloomery.parallel.streamed import LayerRing, StreamedWeights, _in_backward
+from bloomery.parallel.streamed import LayerRing, StreamedWeights, in_backward
 from bloomery.parallel.transfers import CopyStream, CopyUnderWay
 from bloomery.plan.types import RunPlan
 from bloomery.train.objectives.build import build_objective
@@ -128,7 +128,7 @@ def the_last_layer_is_taken_for_one_that_is_there(monkeypatch: pytest.MonkeyPatc
     find = LayerRing._with
 
     def find_wrong(ring: LayerRing, index: int) -> Any:
-        return find(ring, index - 1 if index == LAYERS - 1 and _in_backward() else index)
+        return find(ring, index - 1 if index == LAYERS - 1 and in_backward() else index)
 
     monkeypatch.setattr(LayerRing, "_with", find_wrong)
 

@@ -141,16 +141,27 @@ class ExpertExchange(Protocol):
         """`ends_E`: where the rows of each expert end, int32. The host waits for the counts of all ranks."""
 
 
+class Arrivals(Protocol):
+    """The matrices that a forward multiplies, where they are still being copied (`parallel.streamed_experts`).
+
+    `ends_E`: where the rows of each expert end, int32, on the host.
+    """
+
+    ends_E: Tensor
+
+    def wait(self, stack: str, expert: int) -> None:
+        """Work that is queued from now on may read the matrix of an expert."""
+
+
 class ExpertMLPs(nn.Module):
     """The experts of a layer, stacked. Gate and up are one matrix, the rows of gate first.
 
-    `exchange`: where ranks divide the experts, each has some of every stack.
+    `exchange`: where ranks divide the experts, each has some of every stack. `arrivals`: where the matrices of the next
+    forward arrive one by one; it keeps nothing for backward.
     """
 
     exchange: ExpertExchange | None = None
-    # Where the matrices of a forward arrive one by one (`parallel.streamed_experts`): called with a stack and an expert
-    # before its matrix is read. Such a forward keeps nothing for backward.
-    await_matrix: Callable[[str, int], None] | None = None
+    arrivals: Arrivals | None = None
     gate_up_proj_bias: nn.Parameter | None
     down_proj_bias: nn.Parameter | None
 
@@ -232,8 +243,10 @@ class ExpertMLPs(nn.Module):
         """
         bias_EO = None if bias_EO is None else local(bias_EO)
         y_SO: Tensor
-        if self.await_matrix is not None:
-            y_SO = self._product_by_arrival(x, stack, pairs, bias_EO, is_sorted=is_sorted)
+        if self.arrivals is not None:
+            y_SO = self._product_by_arrival(
+                x, stack, pairs, bias_EO, self.arrivals, is_sorted=is_sorted
+            )
         elif stack in self.quantized:
             y_SO = self.quantized[stack](x, pairs, bias_EO, is_sorted=is_sorted)
         else:
@@ -244,7 +257,14 @@ class ExpertMLPs(nn.Module):
         return y_SO
 
     def _product_by_arrival(
-        self, x: Tensor, stack: str, pairs: "Pairs", bias_EO: Tensor | None, *, is_sorted: bool
+        self,
+        x: Tensor,
+        stack: str,
+        pairs: "Pairs",
+        bias_EO: Tensor | None,
+        arrivals: Arrivals,
+        *,
+        is_sorted: bool,
     ) -> Tensor:
         """One expert after the other, also where a kernel would multiply all at once."""
         dtype = working_dtype(x)
@@ -252,8 +272,7 @@ class ExpertMLPs(nn.Module):
         weight_EOI = None if quantized is not None else local(getattr(self, stack))
 
         def matrix_of(expert: int) -> Tensor:
-            assert self.await_matrix is not None
-            self.await_matrix(stack, expert)
+            arrivals.wait(stack, expert)
             if weight_EOI is not None:
                 return weight_EOI[expert].to(dtype)
             matrix_OI: Tensor = quantized.matrix(expert, dtype)
@@ -265,7 +284,7 @@ class ExpertMLPs(nn.Module):
                 matrix_of,
                 quantized.stored.outputs if weight_EOI is None else weight_EOI.shape[1],
                 bias_EO,
-                pairs.ends_E,
+                arrivals.ends_E,
                 pairs.order_S,
                 0 if is_sorted else pairs.per_token,
             )

@@ -22,6 +22,7 @@ from bloomery.model.decoder import Decoder
 from bloomery.model.experts import ExpertMLPs
 from bloomery.parallel.host_memory import HostLayer, Place, give_memory
 from bloomery.parallel.streamed import BUFFERS, LayerRing, in_backward, layer_of
+from bloomery.parallel.transfers import CopyUnderWay
 
 STACKS = ("gate_up_proj", "down_proj")  # in the order in which they multiply
 
@@ -37,6 +38,19 @@ class _Kept:
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
+
+
+@final
+@dataclass(eq=False)
+class _Arrivals:
+    """The matrices of a forward by stack and expert. An `experts.Arrivals`."""
+
+    ends_E: Tensor
+    copy_of: dict[tuple[str, int], CopyUnderWay]
+
+    def wait(self, stack: str, expert: int) -> None:
+        if (stack, expert) in self.copy_of:  # else the stack is trained, on the device
+            self.copy_of[stack, expert].finish()
 
 
 @final
@@ -191,20 +205,16 @@ class StreamedExperts:
         The host waits for the choice.
         """
         layer = self._layers[index]
-        chosen = sorted(set(experts_NK.flatten().tolist()))
+        counts_E = torch.bincount(experts_NK.flatten().cpu(), minlength=layer.count)
+        chosen = counts_E.nonzero().flatten().tolist()
         matrices = [(stack, expert) for stack in layer.by_stack for expert in chosen]
         parts = [layer.spans_of(stack, expert) for stack, expert in matrices]
         bytes_B, (common, *copies) = self.ring.load_parts(index, [layer.common_spans, *parts])
         common.finish()
-        copy_of = dict(zip(matrices, copies, strict=True))
-
-        def await_matrix(stack: str, expert: int) -> None:
-            if stack in layer.by_stack:
-                copy_of[stack, expert].finish()
-
-        layer.experts.await_matrix = await_matrix
+        ends_E = counts_E.cumsum(0, dtype=torch.int32)
+        layer.experts.arrivals = _Arrivals(ends_E, dict(zip(matrices, copies, strict=True)))
         try:
             with layer.host.replaced([place.view_of(bytes_B) for place in layer.host.places]):
                 yield
         finally:
-            layer.experts.await_matrix = None
+            layer.experts.arrivals = None
