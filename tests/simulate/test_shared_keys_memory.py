@@ -6,7 +6,7 @@ import pytest
 from plans_for_tests import sharing_config
 from steps_for_tests import counted, measured, simulated, small_plan
 
-from bloomery.facts.config import LayerSizes
+from bloomery.facts.config import Experts, LayerSizes
 from bloomery.recipe.schema import Lora, NoAdapter
 
 pytestmark = pytest.mark.soak
@@ -35,6 +35,20 @@ UNIFIED = replace(
     keys_are_values=True,
     layer_sizes=(NARROW, replace(WIDE, num_kv_heads=1)) * 3,
 )
+# As the 26B: experts beside the MLP, with norms of their own.
+MIXTURE = replace(
+    UNIFIED,
+    family="gemma4_text",
+    experts=Experts(
+        count=8,
+        per_token=2,
+        width=192,
+        shared_width=384,
+        normalize=True,
+        normed_router=True,
+        own_norms=True,
+    ),
+)
 LORA = Lora(kind="lora", rank=8, target_modules=["all-linear"])
 
 
@@ -54,6 +68,10 @@ def plan_of(config, adapter=NoAdapter(), **settings):  # noqa: B008  # frozen
         (E2B, LORA, {"precision": "bfloat16"}),
         (UNIFIED, NoAdapter(), {}),
         (UNIFIED, NoAdapter(), {"precision": "bfloat16"}),
+        (MIXTURE, NoAdapter(), {}),
+        (MIXTURE, NoAdapter(), {"precision": "bfloat16"}),
+        (MIXTURE, NoAdapter(), {"activation_checkpointing": "full"}),
+        (MIXTURE, LORA, {"precision": "bfloat16"}),
     ],
 )
 def test_three_figures_agree(config, adapter, settings) -> None:

@@ -62,6 +62,12 @@ DELTA_CHUNK = 64  # tokens that a delta net computes at once; transformers and f
 STATE_BYTES = 4  # of a number of a delta net's state, which is float32 in every precision
 
 
+def block_norms(placement: NormPlacement, experts: Experts | None) -> tuple[str, ...]:
+    """The norms of a layer on its residual stream and branches, by name."""
+    has_own = experts is not None and experts.own_norms
+    return BLOCK_NORMS[placement] + (EXPERT_NORMS if has_own else ())
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rotation:
     """How heads turn with their positions: the first `width` numbers of each, by frequencies of base `theta`.
@@ -568,12 +574,9 @@ def _block_shapes(
 ) -> Iterator[tuple[str, Shape]]:
     if config.layer_scalar:
         yield "layer_scalar", (1,)
-    for name in BLOCK_NORMS[norm_placement(config, mixer)]:
-        yield from _norm_shapes(config, name, config.hidden_size)
     experts = experts_of(config, index)
-    if experts is not None and experts.own_norms:
-        for name in EXPERT_NORMS:
-            yield from _norm_shapes(config, name, config.hidden_size)
+    for name in block_norms(norm_placement(config, mixer), experts):
+        yield from _norm_shapes(config, name, config.hidden_size)
     if mixer == "delta_net" and config.delta_net is not None:
         yield from _delta_net_shapes(config.delta_net)
     if mixer == "short_convolution" and config.short_convolution is not None:

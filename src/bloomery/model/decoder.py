@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from bloomery.core.errors import UserError
 from bloomery.facts.config import Mixer, ModelConfig, Stage, whole_model
-from bloomery.facts.counting import BLOCK_NORMS, EXPERT_NORMS, MIXER_MODULES, Layer, layers
+from bloomery.facts.counting import MIXER_MODULES, Layer, block_norms, layers
 from bloomery.model import compiled_pointwise
 from bloomery.model.attention.attend import DocumentBorders, DocumentLayout, layout_of
 from bloomery.model.cache import Cache, LayerCache, StateCache, VisiblePast
@@ -146,13 +146,9 @@ class Block(nn.Module):
         self.placement = layer.norm_placement
         self.dropout = config.residual_dropout
         self.multiplier = config.residual_multiplier
-        for name in BLOCK_NORMS[layer.norm_placement]:
+        for name in block_norms(layer.norm_placement, layer.experts):
             self.add_module(name, build_norm(config, config.hidden_size))
-        experts = layer.experts
-        self.has_expert_norms = experts is not None and experts.own_norms
-        if self.has_expert_norms:
-            for name in EXPERT_NORMS:
-                self.add_module(name, build_norm(config, config.hidden_size))
+        self.has_expert_norms = layer.experts is not None and layer.experts.own_norms
         self.add_module(MIXER_MODULES[layer.mixer], MIXERS[layer.mixer](config, layer, backend))
         self.mlp = build_mlp(config, layer, backend)
         if width := config.per_layer_input_size:

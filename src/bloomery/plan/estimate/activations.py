@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 
 from bloomery.facts.attention import BACKENDS
-from bloomery.facts.counting import Layer, is_expert_stack
+from bloomery.facts.counting import EXPERT_NORMS, Layer, is_expert_stack
 from bloomery.facts.limits import (
     ATTENTION_BLOCK,
     CPU_SCORES,
@@ -186,10 +186,15 @@ def _norm_bytes(step: StepShape, layer: TrainedLayer) -> float:
     }[layer.layer.norm_placement]
     if step.compiled and layer.layer.norm_placement == "before":
         input_bytes = [step.residual_bytes, step.element_bytes]
+    num_norms = len(input_bytes)
+    if layer.layer.experts is not None and layer.layer.experts.own_norms:
+        # Two more have results of their own, the one before the experts reads the stream that is kept already.
+        input_bytes += [result_bytes] * 2
+        num_norms += len(EXPERT_NORMS)
     # The CPU keeps the scaled mask.
     mask_bytes = 1 if step.on_gpu or step.compiled else step.element_bytes
     dropout_bytes = 2 * mask_bytes * width if config.residual_dropout else 0
-    return sum(input_bytes) * width + statistic_bytes * len(input_bytes) + dropout_bytes
+    return sum(input_bytes) * width + statistic_bytes * num_norms + dropout_bytes
 
 
 def _norm_input_bytes(step: StepShape) -> int:
@@ -293,7 +298,7 @@ def _mlp_bytes(step: StepShape, layer: TrainedLayer) -> float:
     kept_bytes += step.element_bytes * mixture.per_token * (gate_up_rank + down_rank)
     if mixture.shared_width:
         kept_bytes += _dense_mlp_bytes(step, layer, mixture.shared_width)
-        if keeps_input:  # one tensor is kept for both
+        if keeps_input and not mixture.own_norms:  # one tensor is kept for both
             kept_bytes -= step.element_bytes * step.config.hidden_size
     return kept_bytes
 

@@ -34,6 +34,9 @@ def kept_bytes_per_token(
     width += (2 if layer.gated_mlp else 1) * inner
     width += inner if keeps_inner else 0
     router = 4 * ROUTER_VALUES * experts.count + pair_bytes * experts.per_token
+    if experts.normed_router:
+        # In float32: what its product reads, and what a gradient of the scale does; a statistic of the norm.
+        router += 4 * step.config.hidden_size * (1 if step.mode.frozen else 2) + 4
     shared_gate = 2 * step.element_bytes * step.config.hidden_size if experts.shared_gate else 0
     return float(step.element_bytes * width + router + shared_gate)
 

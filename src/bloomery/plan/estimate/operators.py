@@ -4,7 +4,7 @@ An operator is a call that computes; views and allocations are part of its time.
 dispatches (tests/plan/test_operators.py compares them).
 """
 
-from bloomery.facts.counting import BLOCK_NORMS, DELTA_CHUNK
+from bloomery.facts.counting import DELTA_CHUNK, block_norms
 from bloomery.facts.limits import delta_net_groups
 from bloomery.hardware.machine import CpuCheck
 from bloomery.plan.estimate.states import TrainedLayer
@@ -61,7 +61,7 @@ def _operators_of(step: StepShape, layer: TrainedLayer) -> float:
     adapters = ADAPTER * sum(name.endswith("lora_A") for name in layer.adapter)
 
     has_attention = facts.mixer == "attention"
-    norms = len(BLOCK_NORMS[facts.norm_placement]) + (
+    norms = len(block_norms(facts.norm_placement, facts.experts)) + (
         2 if config.qk_norm != "none" and has_attention else 0
     )
     between = NORMS[config.norm] * norms + BETWEEN

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from bloomery.facts.counting import (
-    BLOCK_NORMS,
     Shape,
+    block_norms,
     flops_per_token,
     input_products,
     is_expert_stack,
@@ -188,7 +188,8 @@ def layer_traffic(step: StepShape, layer: TrainedLayer) -> float:
     width = config.hidden_size
     projected_width = facts.query_width + (facts.key_width if facts.keys_of is None else 0)
     norm = COMPILED_NORM if step.compiled else EAGER_NORM[config.norm]
-    total = len(BLOCK_NORMS[facts.norm_placement]) * norm * width + RESIDUALS[compiled] * width
+    num_norms = len(block_norms(facts.norm_placement, facts.experts))
+    total = num_norms * norm * width + RESIDUALS[compiled] * width
     total += HEADS[compiled] * 2 * projected_width
     total += (GATED if facts.gated_mlp else PLAIN)[compiled] * facts.intermediate_size
     if facts.per_layer_input_size:
