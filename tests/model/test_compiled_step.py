@@ -1,6 +1,7 @@
 """The compiled step computes what the decoder computes in PyTorch, and each text as if it were alone, to the bit."""
 
 import shutil
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from benchmarks.memory_tracker import peak_bytes
 from tiny_models import CASES, saved_reference, tokens
+from torch import Tensor
 from torch.testing import assert_close
 
 from bloomery.facts.config import Experts, LayerSizes, ModelConfig
@@ -17,7 +19,7 @@ from bloomery.infer.sampling import NotFinite, Sampling
 from bloomery.model import compiled_step
 from bloomery.model.adapters.lora import adapt, init_adapters
 from bloomery.model.cache import Cache
-from bloomery.model.compiled_step import COMPUTED_FACTS, CompiledStep, compile_step
+from bloomery.model.compiled_step import COMPUTED_FACTS, CompiledStep, compile_step, use_tiles
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import fresh_decoder, load_decoder, quantize_model
 from bloomery.model.native import Uncompiled, library
@@ -70,6 +72,16 @@ MIXTURE = ModelConfig(
     head_dim=16,
     initializer_range=0.2,
 )
+# Matrices of 16 rows, of a few more than whole tiles, and of fewer than one.
+UNEVEN = replace(
+    MIXTURE,
+    vocab_size=1009,
+    hidden_size=192,
+    num_heads=4,
+    num_kv_heads=1,
+    head_dim=16,
+    experts=Experts(count=11, per_token=2, width=64, shared_width=64, shared_gate=True),
+)
 MIXTURES = [
     Experts(count=8, per_token=3, width=64, scores="sigmoid", choice_bias=True),
     Experts(
@@ -93,6 +105,16 @@ MIXTURES = [
 ]
 ACTIVATION = ("relu2", "silu", "silu", "silu", "silu", "silu", "gelu")
 COLD = Sampling(max_new_tokens=12, temperature=0.0)
+
+
+@pytest.fixture(params=["AMX", "vectors"])
+def products(request: pytest.FixtureRequest) -> Iterator[str]:
+    """What multiplies bfloat16 matrices; every machine has vectors."""
+    wants_tiles = request.param == "AMX"
+    if use_tiles(wanted=wants_tiles) != wants_tiles:
+        pytest.skip("this CPU has no AMX, or the system does not let a process use it")
+    yield request.param
+    use_tiles(wanted=True)
 
 
 def load_wide(
@@ -151,8 +173,9 @@ def test_logits_equal_those_of_the_decoder(
     ],
 )
 def test_a_text_has_the_same_bits_alone_with_others_and_in_pieces(
-    case: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, precision: str, products: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    del products
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     # Keys that are rounded would now and then choose another expert: a token meets all of them.
     met = {"num_experts_per_tok": 8} if (case, precision) == ("qwen3-moe", "bfloat16") else {}
@@ -183,6 +206,48 @@ def test_a_text_has_the_same_bits_alone_with_others_and_in_pieces(
     with torch.no_grad():
         exact_logits = decoder.float()(torch.tensor(rows[:1])).head[0]
         assert_close(separate_logits[0], exact_logits, atol=tolerance, rtol=0.02)
+
+
+@torch.no_grad()
+def test_any_number_of_texts_and_threads_gives_the_same_bits(products: str) -> None:
+    """Texts fill none, one and several tiles of 16 columns; rows of matrices do not fill theirs, or are fewer."""
+    del products
+    decoder = fresh_decoder(UNEVEN, seed=2, dtype=torch.bfloat16).eval()
+    step = CompiledStep(decoder)
+    ids = [7 * place % 61 for place in range(65)]
+    separate_logits = torch.cat([step([[token]], 0, Cache(UNEVEN, 8)) for token in ids])
+    for num_texts in (2, 5, 15, 16, 17, 32, 33, 49, 64, 65):
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            together = step(
+                [[token] for token in ids[:num_texts]], 0, Cache(UNEVEN, 8, slots=num_texts)
+            )
+            assert torch.equal(together, separate_logits[:num_texts])
+    torch.set_num_threads(1)
+
+
+@torch.no_grad()
+def test_tiles_multiply_numbers_that_are_not_rounded_to_bfloat16() -> None:
+    """Oracle: vectors, whose products are float32. Weights are read where they are: no copy of them is made."""
+    if not use_tiles(wanted=True):
+        pytest.skip("this CPU has no AMX, or the system does not let a process use it")
+    decoder = fresh_decoder(UNEVEN, seed=2, dtype=torch.bfloat16).eval()
+    first_step = CompiledStep(decoder)
+    weight_bytes = sum(parameter.nbytes for parameter in decoder.parameters())
+    ids = [[token] for token in range(20)]
+    logits: list[Tensor] = []
+    assert (
+        peak_bytes(lambda: logits.append(CompiledStep(decoder)(ids, 0, Cache(UNEVEN, 2, slots=20))))
+        < weight_bytes / 2
+    )
+    use_tiles(wanted=False)
+    try:
+        expected = first_step(ids, 0, Cache(UNEVEN, 2, slots=20))
+    finally:
+        use_tiles(wanted=True)
+    # A key that is kept a step of bfloat16 away moves a few logits by 1e-4; rounded inputs move all by 1e-3.
+    differences = (logits[0] - expected).abs()
+    assert 0 < differences.mean() < 1e-5 and differences.max() < 1e-3
 
 
 @torch.no_grad()
@@ -344,11 +409,11 @@ def test_a_model_that_the_step_cannot_compute_is_refused_by_name(
             CompiledStep(fresh_decoder(placed, seed=0))
     monkeypatch.setattr(compiled_step, "LEAST", 0)
     monkeypatch.setenv("PATH", str(tmp_path))
-    compiled_step._built.cache_clear()
+    compiled_step._code.cache_clear()
     library.cache_clear()
     decoder = load_wide("qwen3", tmp_path, monkeypatch)
     lines: list[str] = []
     compile_step(decoder, lines.append)
     assert decoder.step is None and "C++ compiler" in lines[0]
-    compiled_step._built.cache_clear()
+    compiled_step._code.cache_clear()
     library.cache_clear()

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch import library as operators
 
 from bloomery.model import norms
-from bloomery.model.native import Library, library
+from bloomery.model.native import VECTORS, Library, library
 
 DTYPES = (torch.float32, torch.bfloat16)
 ROWS = 64  # of a task, whose gradient of the gain is summed by itself
@@ -46,7 +46,7 @@ class _Weighted(Structure):
 @functools.cache
 def _code() -> Any:
     """The functions of `pointwise.cpp`. Raises Uncompiled."""
-    code: Any = library(Library("bloomery.model", "pointwise.cpp", "vectors.h"))
+    code: Any = library(Library("bloomery.model", "pointwise.cpp", VECTORS))
     for function in (code.pointwise_norm, code.pointwise_norm_backward):
         function.argtypes = (POINTER(_Normed), c_int, c_int, c_int)
         function.restype = None

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from bloomery.model.native import Library, library
+from bloomery.model.native import VECTORS, Library, library
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -20,7 +20,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 @functools.cache
 def _code() -> Any:
     """The functions of `scores.cpp`. Raises Uncompiled."""
-    code: Any = library(Library("bloomery.model", "scores.cpp", "vectors.h"))
+    code: Any = library(Library("bloomery.model", "scores.cpp", VECTORS))
     pointer = c_void_p
     tile = (pointer, c_int, c_int64, c_int64)  # logits, whether they are bfloat16, rows, columns
     labels = (pointer, c_int64)  # labels, the entry of the vocabulary in the first column

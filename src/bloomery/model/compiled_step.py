@@ -9,7 +9,7 @@ import contextlib
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int64, c_void_p
 from itertools import accumulate
 from typing import Any, final
 
@@ -170,7 +170,7 @@ class CompiledStep:
         assert isinstance(body, Backbone)
         self.config = config
         self._body = body
-        self._run = _built()
+        self._run = _code().step
         # Converted copies that the structures point to; nothing else keeps them alive.
         self._copies: list[Tensor] = []
         self._mixtures: list[_Mixture] = []
@@ -596,11 +596,25 @@ def _unsupported(decoder: Decoder) -> str | None:
     return None
 
 
+def use_tiles(*, wanted: bool) -> bool:
+    """Whether AMX multiplies bfloat16 matrices from now on; where the CPU has it, it does without being asked.
+
+    For tests and measurements: no step may run meanwhile. Raises Uncompiled.
+    """
+    return bool(_code().step_begin(wanted))
+
+
 @functools.cache
-def _built() -> Any:
-    """The function `step` of `step.cpp`. Raises Uncompiled."""
-    run = library(Library("bloomery.model", "step.cpp")).step
+def _code() -> Any:
+    """The functions of `step.cpp`. Raises Uncompiled."""
+    code: Any = library(Library("bloomery.model", "step.cpp", ("tiles.h",)))
     pointer = c_void_p
-    run.argtypes = (pointer, c_int64, pointer, pointer, pointer, c_int64, pointer, pointer, c_int64)
-    run.restype = None
-    return run
+    code.step.argtypes = (
+        *(pointer, c_int64, pointer, pointer, pointer, c_int64, pointer, pointer),
+        c_int64,
+    )
+    code.step.restype = None
+    code.step_begin.argtypes = (c_int,)
+    code.step_begin.restype = c_int
+    code.step_begin(1)
+    return code

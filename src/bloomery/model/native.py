@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from bloomery.core.files import cache_folder, private_folder, temporary_cache
 
+VECTORS = ("tiles.h", "vectors.h")  # of this package
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
 
 
@@ -33,16 +34,16 @@ class Library(NamedTuple):
 
     package: str
     file: str
-    header: str | None = None  # a file of `bloomery.model` that stands before it
+    headers: tuple[str, ...] = ()  # files of `bloomery.model` that stand before it, in their order
     flags: tuple[str, ...] = ()  # beside those of every file
 
 
 @functools.cache
 def library(source: Library) -> ctypes.CDLL:
     """The compiled file; compiling takes a few seconds, once per version, compiler and CPU. Raises Uncompiled."""
-    code = files(source.package).joinpath(source.file).read_bytes()
-    if source.header is not None:
-        code = files("bloomery.model").joinpath(source.header).read_bytes() + code
+    headers = [files("bloomery.model").joinpath(header) for header in source.headers]
+    sources = [*headers, files(source.package).joinpath(source.file)]
+    code = b"".join(file.read_bytes() for file in sources)
     compiler = find_compiler()
     if compiler is None:
         raise Uncompiled(

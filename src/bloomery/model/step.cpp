@@ -2,21 +2,16 @@
 //
 // Weights are float32, bfloat16 or int8 in blocks of 64; everything between them is float32. Each sum is added in an
 // order that depends neither on the number of threads nor on that of texts: a text decoded with others, or checked
-// several tokens at a time, gives the same numbers to the bit. `compiled_step.py` fills the structures.
+// several tokens at a time, gives the same numbers to the bit. Where the CPU has the tiles of AMX, they multiply every
+// bfloat16 matrix, of one text, too. `compiled_step.py` fills the structures.
 
 #include <algorithm>
 #include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <vector>
 #ifdef _OPENMP
 #include <omp.h>
 #endif
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
 
-typedef int64_t Long;
 // The numbers of a register, and how many rows of a matrix and texts have their sums in registers at once: more sums, or
 // vectors wider than the CPU's, would pass through memory at every addition.
 #ifdef __AVX512F__
@@ -26,6 +21,7 @@ constexpr Long LANES = 8, TEXTS = 3;
 #endif
 constexpr Long BLOCK = 64, ROWS = 4;
 constexpr Long LINE = 64, AHEAD = 8192, CACHED = 1 << 17;  // bytes
+constexpr Long TILE = 16, DEPTH = 32, PARTS = 2;  // rows and columns of a tile; numbers of a row; see `Inputs`
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
@@ -270,11 +266,134 @@ static inline void rows(const Matrix &m, Long first, Long last, const float *x, 
         }
 }
 
+// Rows [count, size] that matrices multiply, as float32 and, once a matrix needs them, as tiles: of each number the nearest of
+// bfloat16, and the nearest to what is missing, 17 bits together. Elsewhere a number is rounded nowhere; rounded once, as
+// AVX512-BF16 does it, it would have 8 bits. What is infinite comes out as NaN. A tile is 32 numbers deep, a pair in a word,
+// and 16 texts wide; of one text [depth], and what stands in the other columns is never read.
+struct Inputs {
+    const float *x = nullptr;
+    Long count = 0;
+    std::vector<Word> tiles;  // [texts / TILE, depth / DEPTH, PARTS, words_of_tile]
+    bool are_tiled = false;
+
+    void hold(const float *rows, Long number) { x = rows; count = number; are_tiled = false; }
+    Long words_of_tile() const { return count == 1 ? TILE : TILE * TILE; }
+    Long words_of_group(Long size) const { return size / DEPTH * PARTS * words_of_tile(); }
+    Long bytes_of_tile_row() const { return count == 1 ? sizeof(Word) : TILE * sizeof(Word); }
+#ifdef __AMX_BF16__
+    void tile(Long size) {
+        if (are_tiled) return;
+        are_tiled = true;
+        tiles.resize((count + TILE - 1) / TILE * words_of_group(size) + TILE);
+        Word *into = tiles.data(), words[PARTS][TILE][TILE] = {};
+        for (Long first = 0; first < count; first += TILE) {
+            const Long texts = std::min(count - first, TILE);
+            for (Long part = 0; part < PARTS; part++) memset(words[part][texts % TILE], 0, texts % TILE ? (TILE - texts) * TILE * sizeof(Word) : 0);
+            for (Long depth = 0; depth < size; depth += DEPTH) {
+                for (Long t = 0; t < texts; t++) split(x + (first + t) * size + depth, words[0][t], words[1][t]);
+                for (Long part = 0; part < PARTS; part++, into += words_of_tile()) {
+                    if (count == 1) memcpy(into, words[part][0], TILE * sizeof(Word));
+                    else transpose_tile(into, TILE, words[part][0], TILE);
+                }
+            }
+        }
+    }
+    // 32 numbers as two rows of bfloat16, whose sums they are.
+    static void split(const float *from, Word *rounded, Word *rest) {
+        const __m512 a = _mm512_loadu_ps(from), b = _mm512_loadu_ps(from + TILE);
+        const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(b, a);
+        const Floats first = load((const Half *)&both), second = load((const Half *)&both + TILE);
+        _mm512_storeu_si512(rounded, both);
+        _mm512_storeu_si512(rest, (__m512i)_mm512_cvtne2ps_pbh((__m512)((Floats)b - second), (__m512)((Floats)a - first)));
+    }
+#endif
+};
+
 struct Part { Long first, last; };
 static Part part_of(Long size, Long unit, Long thread, Long threads) {
     Long units = (size + unit - 1) / unit;
     return {std::min(size, units * thread / threads * unit), std::min(size, units * (thread + 1) / threads * unit)};
 }
+// A thread's rows of a matrix with so many.
+static Part rows_of(Long outputs, Long thread, Long threads) { return part_of(outputs, has_tiles ? TILE : ROWS, thread, threads); }
+
+#ifdef __AMX_BF16__
+// R times 16 rows of a matrix times N times 16 texts, and into [R][N] [row, text]. A sum gets the products of 32 inputs with
+// the rounded numbers of a text, then those with the rest of them, whatever R and N are. The processor does not see that the
+// rows after these come next: `lines` of them are asked for at each depth, from `ahead` on.
+template <Long R, Long N>
+static inline void tile_sums(const Half *weight, Long inputs, const Word *given, const Inputs &x, const char *ahead, Long lines, float *into) {
+    const Long row = inputs * sizeof(Half), row_of_given = x.bytes_of_tile_row(), tile = x.words_of_tile(), group = x.words_of_group(inputs);
+    _tile_zero(0);
+    if constexpr (N > 1) _tile_zero(1);
+    if constexpr (R > 1) _tile_zero(2);
+    if constexpr (R * N > 2) _tile_zero(3);
+    for (Long depth = 0; depth < inputs; depth += DEPTH, weight += DEPTH) {
+        for (const char *end = ahead + lines * LINE; ahead < end; ahead += LINE) __builtin_prefetch(ahead, 0, 2);
+        _tile_loadd(4, weight, row);
+        if constexpr (R > 1) _tile_loadd(5, weight + TILE * inputs, row);
+#pragma GCC unroll 2
+        for (Long part = 0; part < PARTS; part++, given += tile) {
+            _tile_loadd(6, given, row_of_given);
+            _tile_dpbf16ps(0, 4, 6);
+            if constexpr (R > 1) _tile_dpbf16ps(2, 5, 6);
+            if constexpr (N > 1) {
+                _tile_loadd(7, given + group, row_of_given);
+                _tile_dpbf16ps(1, 4, 7);
+                if constexpr (R > 1) _tile_dpbf16ps(3, 5, 7);
+            }
+        }
+    }
+    constexpr Long size = TILE * TILE;
+    _tile_stored(0, into, TILE * sizeof(float));
+    if constexpr (N > 1) _tile_stored(1, into + size, TILE * sizeof(float));
+    if constexpr (R > 1) _tile_stored(2, into + N * size, TILE * sizeof(float));
+    if constexpr (R * N > 2) _tile_stored(3, into + (N + 1) * size, TILE * sizeof(float));
+}
+
+// R times 16 rows of a matrix from `begin` on times all texts; only rows from `first` on are written.
+template <Long R>
+static inline void tile_rows(const Matrix &m, Long begin, Long first, const Inputs &x, const char *ahead, float *y) {
+    const Half *weight = (const Half *)m.weight + begin * m.inputs;
+    alignas(64) float sums[4 * TILE * TILE], turned[TILE * TILE];
+    // Each pass over these rows asks for a share of the next ones.
+    const Long passes = (x.count + 2 * TILE - 1) / (2 * TILE), lines = (R * TILE + passes - 1) / passes;
+    for (Long n = 0; n < x.count;) {
+        const Word *given = x.tiles.data() + n / TILE * x.words_of_group(m.inputs);
+        const Long groups = x.count - n > TILE ? 2 : 1;
+        if (groups == 2) tile_sums<R, 2>(weight, m.inputs, given, x, ahead, lines, sums);
+        else tile_sums<R, 1>(weight, m.inputs, given, x, ahead, lines, sums);
+        ahead += m.inputs / DEPTH * lines * LINE;
+        for (Long r = 0; r < R; r++)
+            for (Long group = 0; group < groups; group++) {
+                const Long row = begin + r * TILE, skipped = std::max<Long>(first - row, 0);
+                const Long texts = std::min(x.count - n - group * TILE, TILE);
+                transpose_tile((Word *)turned, TILE, (const Word *)(sums + (r * groups + group) * TILE * TILE), TILE);
+                for (Long t = 0; t < texts; t++) {
+                    Floats products = load(turned + t * TILE);
+                    if (m.bias) products += load(m.bias + row);
+                    float *into = y + (n + group * TILE + t) * m.outputs + row;
+                    if (!skipped) store(into, products);
+                    else for (Long i = skipped; i < TILE; i++) into[i] = products[i];
+                }
+            }
+        n += groups * TILE;
+    }
+}
+
+static void product_of_tiles(const Matrix &m, Inputs &x, float *y, Part part) {
+    x.tile(m.inputs);
+    for (Long row = part.first; row < part.last;) {
+        const bool two = x.count > TILE && part.last - row >= 2 * TILE;
+        // The last tile of a matrix that does not fill it begins earlier.
+        const Long begin = std::min(row, m.outputs - TILE), end = std::min(row + (two ? 2 : 1) * TILE, part.last);
+        const char *ahead = (const char *)((const Half *)m.weight + end * m.inputs);
+        if (two) tile_rows<2>(m, begin, row, x, ahead, y);
+        else tile_rows<1>(m, begin, row, x, ahead, y);
+        row = end;
+    }
+}
+#endif
 
 // y [count, outputs] = x [count, inputs] W^T + bias, for the rows of W in `part`.
 template <class T>
@@ -289,9 +408,14 @@ static void product(const Matrix &m, const float *x, Long count, float *y, Part 
     for (; row < part.last; row++)
         for (Long n = 0; n < count; n++) block<T, 1, 1>(m, row, x + n * m.inputs, y + n * m.outputs);
 }
-static void product(const Matrix &m, const float *x, Long count, float *y, Long thread, Long threads) {
-    Part part = part_of(m.outputs, ROWS, thread, threads);
+static void product(const Matrix &m, Inputs &given, float *y, Long thread, Long threads) {
+    const Part part = rows_of(m.outputs, thread, threads);
+    const float *x = given.x;
+    const Long count = given.count;
     if (m.kind == FLOAT32) product<float>(m, x, count, y, part);
+#ifdef __AMX_BF16__
+    else if (m.kind == BFLOAT16 && has_tiles && m.outputs >= TILE) product_of_tiles(m, given, y, part);
+#endif
     else if (m.kind == BFLOAT16) product<Half>(m, x, count, y, part);
     else product<int8_t>(m, x, count, y, part);
     if (m.rank) {
@@ -608,9 +732,9 @@ static void open_gate(const Model &model, const Mixture &m, float *gate, const f
 // What experts make inside them of the rows n [count, D], in the order of `sorted`: a thread's part of each row of `inner`
 // [pairs, width]. Weights multiply it here, as the last product is linear.
 static void enter_experts(const Model &model, const Mixture &m, const Sorted &sorted, const float *weights, const float *n, float *inner,
-                          float *up, Long thread, Long team) {
+                          float *up, Inputs &given, Long thread, Long team) {
     const Long hidden = m.gate_up.inputs;
-    const Part own = part_of(m.width, ROWS, thread, team);
+    const Part own = rows_of(m.width, thread, team);
     std::vector<float> gathered;
     for (Long e = 0, first = 0; e < m.count; first = sorted.ends[e++]) {
         const Long rows = sorted.ends[e] - first;
@@ -622,8 +746,9 @@ static void enter_experts(const Model &model, const Mixture &m, const Sorted &so
                 memcpy(&gathered[r * hidden], n + sorted.pairs[first + r] / m.per_token * hidden, hidden * sizeof(float));
             from = gathered.data();
         }
-        product(rows_of_expert(m.gate_up, e, 0, m.width), from, rows, inner + first * m.width, thread, team);
-        if (m.gated) product(rows_of_expert(m.gate_up, e, m.width, m.width), from, rows, up + first * m.width, thread, team);
+        given.hold(from, rows);
+        product(rows_of_expert(m.gate_up, e, 0, m.width), given, inner + first * m.width, thread, team);
+        if (m.gated) product(rows_of_expert(m.gate_up, e, m.width, m.width), given, up + first * m.width, thread, team);
         for (Long r = first; r < first + rows; r++)
             open_gate(model, m, inner + r * m.width + own.first, up + r * m.width + own.first, own.last - own.first, weights[sorted.pairs[r]]);
     }
@@ -631,14 +756,16 @@ static void enter_experts(const Model &model, const Mixture &m, const Sorted &so
 
 // The sum of what the experts of each token make, and of what the shared one made, in z [count, D]: a thread's part of rows.
 static void leave_experts(const Mixture &m, const Sorted &sorted, const Long *experts, const float *weights, const float *inner, Long count,
-                          const float *opened, float *outer, float *z, Long thread, Long team) {
+                          const float *opened, float *outer, float *z, Inputs &given, Long thread, Long team) {
     const Long hidden = m.down.outputs;
-    const Part own = part_of(hidden, ROWS, thread, team);
+    const Part own = rows_of(hidden, thread, team);
     Matrix unbiased = m.down;
     unbiased.bias = nullptr;
     for (Long e = 0, first = 0; e < m.count; first = sorted.ends[e++])
-        if (Long rows = sorted.ends[e] - first)
-            product(rows_of_expert(unbiased, e, 0, hidden), inner + first * m.width, rows, outer + first * hidden, thread, team);
+        if (Long rows = sorted.ends[e] - first) {
+            given.hold(inner + first * m.width, rows);
+            product(rows_of_expert(unbiased, e, 0, hidden), given, outer + first * hidden, thread, team);
+        }
     for (Long t = 0; t < count; t++) {
         const float share = opened ? 1.0f / (1.0f + std::exp(-opened[t])) : 1.0f;
         for (Long i = own.first; i < own.last; i++) {
@@ -696,11 +823,14 @@ static void run(const Model &model, Long count, const Long *slots, const Long *p
         // Each thread keeps the residual stream: norming it again costs less than waiting for another's.
         std::vector<float> x(embedded, embedded + count * hidden), n(count * hidden), scores(std::max(longest, row));
         std::vector<float> whole(row);
+        Inputs of_norm, of_part;  // what the matrices after a norm multiply, and the other ones
+        TileUnit unit;
         auto norm_all = [&](const Norm &norm) {
             for (Long t = 0; t < count; t++) {
                 if (norm.gain) normed(norm, &x[t * hidden], hidden, &n[t * hidden]);
                 else memcpy(&n[t * hidden], &x[t * hidden], hidden * sizeof(float));
             }
+            of_norm.hold(n.data(), count);
         };
         auto add = [&](const std::vector<float> &more, const Norm &norm) {
             for (Long t = 0; t < count; t++) {
@@ -713,10 +843,10 @@ static void run(const Model &model, Long count, const Long *slots, const Long *p
             const Layer &layer = model.layers[at];
             const Long heads = layer.heads, kv = layer.kv_heads, width = layer.width;
             norm_all(layer.before_attention);
-            product(layer.q, n.data(), count, q.data(), thread, team);
-            if (layer.k.weight) product(layer.k, n.data(), count, k.data(), thread, team);
-            if (layer.v.weight) product(layer.v, n.data(), count, v.data(), thread, team);
-            if (layer.decay.weight) product(layer.decay, n.data(), count, decay.data(), thread, team);
+            product(layer.q, of_norm, q.data(), thread, team);
+            if (layer.k.weight) product(layer.k, of_norm, k.data(), thread, team);
+            if (layer.v.weight) product(layer.v, of_norm, v.data(), thread, team);
+            if (layer.decay.weight) product(layer.decay, of_norm, decay.data(), thread, team);
 #pragma omp barrier
             if (layer.mixer == DELTA_NET) {
                 Part items = part_of((Long)texts.size() * kv, 1, thread, team);
@@ -748,48 +878,54 @@ static void run(const Model &model, Long count, const Long *slots, const Long *p
                 }
             }
 #pragma omp barrier
-            product(layer.o, mixed.data(), count, y.data(), thread, team);
+            of_part.hold(mixed.data(), count);
+            product(layer.o, of_part, y.data(), thread, team);
 #pragma omp barrier
             add(y, layer.after_attention);
             if (!model.shared_norm) norm_all(layer.before_mlp);  // else n still has what attention read
             const Mixture *m = layer.mixture;
             if (m) {
-                product(m->router, n.data(), count, routed.data(), thread, team);
-                if (m->shared_gate.weight) product(m->shared_gate, n.data(), count, opened.data(), thread, team);
+                product(m->router, of_norm, routed.data(), thread, team);
+                if (m->shared_gate.weight) product(m->shared_gate, of_norm, opened.data(), thread, team);
             }
-            Part own = part_of(layer.inner, ROWS, thread, team);
-            if (layer.gate.weight) product(layer.gate, n.data(), count, gate.data(), thread, team);
-            if (layer.up.weight) product(layer.up, n.data(), count, up.data(), thread, team);
+            Part own = rows_of(layer.inner, thread, team);
+            if (layer.gate.weight) product(layer.gate, of_norm, gate.data(), thread, team);
+            if (layer.up.weight) product(layer.up, of_norm, up.data(), thread, team);
             for (Long t = 0; t < count && layer.up.weight; t++) {
                 float *made = &up[t * layer.inner], *opened = layer.gate.weight ? &gate[t * layer.inner] : made;
                 activate(model.activation, opened + own.first, own.last - own.first);
                 if (opened != made) for (Long i = own.first; i < own.last; i++) made[i] *= opened[i];
             }
 #pragma omp barrier
-            if (layer.down.weight) product(layer.down, up.data(), count, z.data(), thread, team);
+            of_part.hold(up.data(), count);
+            if (layer.down.weight) product(layer.down, of_part, z.data(), thread, team);
             if (m) {
                 Part tokens = part_of(count, 1, thread, team);
                 for (Long t = tokens.first; t < tokens.last; t++)
                     choose(*m, &routed[t * m->count], &choices[t * m->per_token], &weights[t * m->per_token]);
                 if (!layer.down.weight) {  // z begins with zeros, where no shared expert filled it
-                    Part part = part_of(hidden, ROWS, thread, team);
+                    Part part = rows_of(hidden, thread, team);
                     for (Long t = 0; t < count; t++) std::fill(&z[t * hidden] + part.first, &z[t * hidden] + part.last, 0.0f);
                 }
 #pragma omp barrier
                 const Sorted sorted(choices.data(), count * m->per_token, m->count);
-                enter_experts(model, *m, sorted, weights.data(), n.data(), expert_gate.data(), expert_up.data(), thread, team);
+                enter_experts(model, *m, sorted, weights.data(), n.data(), expert_gate.data(), expert_up.data(), of_part, thread, team);
 #pragma omp barrier
                 leave_experts(*m, sorted, choices.data(), weights.data(), expert_gate.data(), count,
-                              m->shared_gate.weight ? opened.data() : nullptr, outer.data(), z.data(), thread, team);
+                              m->shared_gate.weight ? opened.data() : nullptr, outer.data(), z.data(), of_part, thread, team);
             }
 #pragma omp barrier
             add(z, layer.after_mlp);
         }
         norm_all(model.norm);
         for (Long t = 0; t < num_wanted; t++) memcpy(&x[t * hidden], &n[wanted[t] * hidden], hidden * sizeof(float));
-        product(model.head, x.data(), num_wanted, logits, thread, team);
+        of_part.hold(x.data(), num_wanted);
+        product(model.head, of_part, logits, thread, team);
     }
 }
+
+// Must run once before `step`. `wanted`: whether AMX may multiply. Returns whether it does.
+extern "C" int step_begin(int wanted) { return ask_for_tiles(wanted); }
 
 // `slots` and `positions` of the tokens whose embeddings are given; those of one slot are in order, one after another.
 // `logits` [num_wanted, V] of the tokens at the places `wanted`.

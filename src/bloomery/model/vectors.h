@@ -1,17 +1,9 @@
 // Vectors of a register's numbers, float32 and bfloat16, for the C++ of this package; `native.py` puts it in front of a
-// file. Vectors wider than the CPU's would pass through memory at every operation.
+// file, behind `tiles.h`. Vectors wider than the CPU's would pass through memory at every operation.
 
 #include <algorithm>
 #include <cmath>
-#include <cstdint>
 #include <cstdlib>
-#include <cstring>
-#if defined __AVX2__
-#include <immintrin.h>
-#endif
-
-typedef int64_t Long;
-typedef uint32_t Word;
 #if defined __AVX512F__
 constexpr Long LANES = 16;
 #else
@@ -158,29 +150,7 @@ static inline Floats sigmoid(Floats x) {
 // LANES x LANES words; rows `from` apart and `into` apart.
 static inline void transpose(Word *into, Long to_row, const Word *from, Long from_row) {
 #if defined __AVX512F__
-    __m512i r[16], s[16];
-    for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(from + i * from_row);
-    for (int i = 0; i < 16; i += 2) {
-        s[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-        s[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4)
-        for (int j = 0; j < 2; j++) {
-            r[i + 2 * j] = _mm512_unpacklo_epi64(s[i + j], s[i + j + 2]);
-            r[i + 2 * j + 1] = _mm512_unpackhi_epi64(s[i + j], s[i + j + 2]);
-        }
-    for (int i = 0; i < 4; i++) {
-        s[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
-        s[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-        s[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-        s[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-    }
-    for (int i = 0; i < 4; i++) {
-        _mm512_storeu_si512(into + i * to_row, _mm512_shuffle_i32x4(s[i], s[i + 8], 0x88));
-        _mm512_storeu_si512(into + (i + 8) * to_row, _mm512_shuffle_i32x4(s[i], s[i + 8], 0xdd));
-        _mm512_storeu_si512(into + (i + 4) * to_row, _mm512_shuffle_i32x4(s[i + 4], s[i + 12], 0x88));
-        _mm512_storeu_si512(into + (i + 12) * to_row, _mm512_shuffle_i32x4(s[i + 4], s[i + 12], 0xdd));
-    }
+    transpose_tile(into, to_row, from, from_row);
 #elif defined __AVX2__
     __m256 r[8], s[8];
     for (int i = 0; i < 8; i++) r[i] = _mm256_loadu_ps((const float *)(from + i * from_row));

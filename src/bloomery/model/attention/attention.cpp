@@ -13,10 +13,6 @@
 #include <cstdlib>
 #include <memory>
 #include <tuple>
-#if defined __AMX_BF16__
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 constexpr Long TILE = LANES * LANES;     // a tile is LANES words deep and LANES columns wide
 constexpr Long COLUMNS = 2 * LANES;      // of a product that share registers
@@ -86,28 +82,7 @@ static inline void product_rows(float *C, Long ldc, const Word *A, Long lda, con
         for (Long half = 0; half < 2; half++) store(C + i * ldc + half * LANES, sums[i][half]);
 }
 
-static bool has_tiles = false;
-
 #if defined __AMX_BF16__
-struct alignas(64) TileShapes { uint8_t palette = 1, start = 0, spare[14] = {}; uint16_t bytes[16] = {}; uint8_t rows[16] = {}; };
-
-// oneDNN and PyTorch remember which shapes they have set: leave what was there.
-struct TileUnit {
-    TileShapes before;
-    TileUnit() {
-        if (!has_tiles) return;
-        _tile_storeconfig(&before);
-        TileShapes shapes;
-        for (int tile = 0; tile < 8; tile++) { shapes.bytes[tile] = 64; shapes.rows[tile] = 16; }
-        _tile_loadconfig(&shapes);
-    }
-    ~TileUnit() {
-        if (!has_tiles) return;
-        if (before.palette) _tile_loadconfig(&before);
-        else _tile_release();
-    }
-};
-
 static inline void product_tiles(float *C, Long ldc, const Word *A, Long lda, const Word *left, const Word *right, Long deeper,
                                  Long depth, bool add) {
     if (add) {
@@ -136,11 +111,6 @@ static inline void product_tiles(float *C, Long ldc, const Word *A, Long lda, co
     _tile_stored(2, C + 16 * ldc, ldc * 4);
     _tile_stored(3, C + 16 * ldc + 16, ldc * 4);
 }
-#else
-struct TileUnit {
-    TileUnit() {}
-    ~TileUnit() {}
-};
 #endif
 
 // C [rows, columns] (+)= A [rows, depth] B [depth, columns]; rows and columns are multiples of 32, the depth of LANES words.
@@ -483,12 +453,7 @@ extern "C" {
 
 // Must run once before the others. `tiles`: whether AMX may be used. Returns how products in bfloat16 are computed.
 const char *attention_begin(int tiles) {
-#if defined __AMX_BF16__
-    has_tiles = tiles && syscall(SYS_arch_prctl, 0x1023, 18) == 0;  // ARCH_REQ_XCOMP_PERM, XTILEDATA
-    if (has_tiles) return "AMX";
-#else
-    (void)tiles;
-#endif
+    if (ask_for_tiles(tiles)) return "AMX";
 #if defined __AVX512BF16__
     return "AVX512-BF16";
 #else

@@ -22,7 +22,7 @@ from bloomery.model.attention.blockwise import (
     like_projection,
 )
 from bloomery.model.attention.per_document import document_bounds, sums_by_token
-from bloomery.model.native import Library, library
+from bloomery.model.native import VECTORS, Library, library
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -46,7 +46,7 @@ class _Call(Structure):
 @functools.cache
 def _code() -> Any:
     """The functions of `attention.cpp`. Raises Uncompiled."""
-    code: Any = library(Library("bloomery.model.attention", "attention.cpp", "vectors.h"))
+    code: Any = library(Library("bloomery.model.attention", "attention.cpp", VECTORS))
     code.attention_begin.argtypes = (c_int,)
     code.attention_begin.restype = c_char_p
     code.attention_begin(1)

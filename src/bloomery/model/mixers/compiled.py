@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch import library as operators
 
-from bloomery.model.native import Library, library
+from bloomery.model.native import VECTORS, Library, library
 
 DTYPES = (torch.float32, torch.bfloat16)
 TOKENS = 64  # of a block of the convolution, whose weight's gradient is summed by itself
@@ -53,7 +53,7 @@ class HeadSizes(NamedTuple):
 @functools.cache
 def _code() -> Any:
     """The functions of `mixers.cpp`. Raises Uncompiled."""
-    code: Any = library(Library("bloomery.model.mixers", "mixers.cpp", "vectors.h"))
+    code: Any = library(Library("bloomery.model.mixers", "mixers.cpp", VECTORS))
     for function in (code.mixers_convolve, code.mixers_convolve_backward):
         function.argtypes = (POINTER(_Convolution), c_int, c_int)
         function.restype = None

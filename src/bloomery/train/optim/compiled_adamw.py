@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from bloomery.model.native import Library, library
+from bloomery.model.native import VECTORS, Library, library
 
 Moments = Literal["float32", "bfloat16", "int8"]
 _KINDS: tuple[Moments, ...] = ("float32", "bfloat16", "int8")  # as the enum of `adamw.cpp`
@@ -61,7 +61,7 @@ class AdamRates(NamedTuple):
 def _code() -> Any:
     """The functions of `adamw.cpp`. Raises Uncompiled."""
     flags = ("-ffp-contract=off", "-fno-math-errno")
-    code: Any = library(Library("bloomery.train.optim", "adamw.cpp", "vectors.h", flags))
+    code: Any = library(Library("bloomery.train.optim", "adamw.cpp", VECTORS, flags))
     code.adamw.argtypes = (POINTER(_Adam), c_int, c_int, c_int, c_int)
     code.adamw.restype = None
     code.random_bits.argtypes = (c_uint32, POINTER(c_int16), c_int64)
