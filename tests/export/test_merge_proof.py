@@ -5,16 +5,22 @@ import shutil
 import peft
 import pytest
 import torch
+from gguf_models import saved_adapter, saved_case, saved_expert_adapter
 from safetensors.torch import load_file, save_file
 from tiny_models import saved_reference
 from transformers import AutoModelForCausalLM
 
 from bloomery.core.errors import UserError
+from bloomery.export.gguf import export_gguf
 from bloomery.export.layouts import open_merged
+from bloomery.export.merge import merge
 from bloomery.export.merge_proof import proof_of_change
+from bloomery.infer.model_folder import find_model
 from bloomery.model.adapters.lora import ExpertLora, LoraLinear
 from bloomery.model.io.weights import write_model_piecewise
 
+# Widths that are whole blocks of quantized types.
+WIDE = {"hidden_size": 64, "moe_intermediate_size": 32}
 STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
@@ -128,3 +134,45 @@ def test_a_method_of_peft_must_change_something(tmp_path) -> None:
     merged.save_pretrained(tmp_path / "merged")
     text = proof_of_change(tmp_path / "merged", tmp_path / "base", tmp_path / "adapter")
     assert text.startswith("merged: 4 tensors") and "q_proj 4 of 4" in text
+
+
+def test_a_gguf_file_with_the_numbers_of_its_base_is_an_error(tmp_path) -> None:
+    base = saved_case("qwen3-moe", tmp_path / "base", mlp_only_layers=[], **WIDE)
+    adapter = saved_expert_adapter(base, tmp_path / "adapter")
+    files = find_model(adapter)
+    proofs = export_gguf(files, tmp_path / "merged.gguf", kind="q8_0", verify=False).proofs
+    # Each matrix of an expert by itself, though a tensor of the file has all of a layer.
+    assert any("gate_up_proj 64 of 64, down_proj 32 of 32" in proof for proof in proofs), proofs
+
+    # What one expert gains is seen, and no file stays of an adapter that is 0.
+    def first_expert(name, tensor):
+        is_B = name.endswith("experts.lora_B.weight")
+        return tensor * (torch.arange(tensor.shape[1]) % 8 == 0) if is_B else tensor
+
+    set_tensors(tmp_path, first_expert)
+    proofs = export_gguf(files, tmp_path / "first.gguf", verify=False).proofs
+    assert any("down_proj 4 of 32" in proof for proof in proofs), proofs
+    set_tensors(tmp_path, lambda name, tensor: tensor * (0 if "lora_B" in name else 1))
+    with pytest.raises(UserError, match="no change in gate_up_proj, down_proj") as refused:
+        export_gguf(files, tmp_path / "zero.gguf", verify=False)
+    assert "--type f32" in refused.value.fix
+    assert not (tmp_path / "zero.gguf").exists()
+
+
+def test_rows_that_the_file_moves_are_compared_where_they_lie(tmp_path) -> None:
+    base = saved_case("llama2", tmp_path / "base")
+    files = find_model(saved_adapter(base, tmp_path / "adapter", ["q_proj", "down_proj"]))
+    proofs = export_gguf(files, tmp_path / "merged.gguf", verify=False).proofs
+    assert any("down_proj 4 of 4, q_proj 4 of 4" in proof for proof in proofs), proofs
+    set_tensors(tmp_path, lambda name, tensor: tensor * (0 if "lora_B" in name else 1))
+    with pytest.raises(UserError, match="no change in down_proj, q_proj"):
+        export_gguf(files, tmp_path / "zero.gguf", verify=False)
+
+
+def test_models_that_are_one_are_not_merged(tmp_path) -> None:
+    base = find_model(saved_case("llama2", tmp_path / "base"))
+    with pytest.raises(UserError, match="has the numbers of base: the merge changes nothing"):
+        merge([base, base], tmp_path / "merged", verify=False)
+    assert not (tmp_path / "merged").exists()
+    # A weight of 0 asks for a copy.
+    merge([base, base], tmp_path / "copy", weights=[1, 0], verify=False)

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -48,6 +48,7 @@ from bloomery.export.gguf_format import (
     unsupported,
     vocabulary,
 )
+from bloomery.export.gguf_import import read_gguf
 from bloomery.export.layouts import (
     Exported,
     adapter_without_base,
@@ -55,6 +56,7 @@ from bloomery.export.layouts import (
     merged_state,
     open_merged,
 )
+from bloomery.export.merge_proof import proof_of_changes
 from bloomery.export.verify import verify_gguf
 from bloomery.facts.config import DeltaNet, LatentAttention, ModelConfig
 from bloomery.facts.counting import (
@@ -360,8 +362,9 @@ def export_gguf(
     """Writes the model as the new file `out`, completely or not at all; an adapter is merged into its base.
 
     `kind`: one of GGUF_TYPES or K_TYPES. The same model gives the same bytes. A few rows at a time are in memory, of q,
-    k and transposed weights one tensor. Verification compares every tensor of the file, the token ids of some texts
-    and the chat template with the model's. Raises UserError.
+    k and transposed weights one tensor. What an adapter changes must differ from the base in the file; of K types in
+    the float32 file that is rounded to them. Verification compares every tensor of the file, the token ids of some
+    texts and the chat template with the model's. Raises UserError.
     """
     use = use or Use("cpu")
     library = gguf_library()
@@ -379,12 +382,56 @@ def export_gguf(
                     name=out.stem,
                     license_=license_of(files.weights, files.base),
                 )
+                if files.base is not None:
+                    proof = proof_of_change_in_file(path, config, files, written, use)
             notes = [*graph_differences(config, tokenizer.description), *fallbacks(config, kind)]
             proofs = tuple(f"differs    {note}" for note in notes)
+            if files.base is not None:
+                proofs += (proof,)
             if verify:
                 proofs += verify_gguf(draft, config, source.rows, tokenizer, where=out)
         size = draft.stat().st_size
     return Exported(out, size, proofs)
+
+
+def proof_of_change_in_file(
+    path: Path, config: ModelConfig, files: ModelFiles, kind: str, use: Use
+) -> str:
+    """`proof_of_changes` of a merged model in a GGUF file, whose bytes are compared with those of the base.
+
+    `kind`: the type that the file was written in. Raises UserError.
+    """
+    assert files.base is not None
+    _, tensors = read_gguf(path)
+    sizes = {name: math.prod(shape) for name, shape in unstacked_shapes(config).items()}
+    # Where a part begins in each tensor of the file that has it, in numbers; tensors with moved rows are whole ones.
+    places: dict[str, list[tuple[GgufTensor, int]]] = {}
+    for piece in gguf_tensors(config):
+        before = 0
+        for part in piece.parts:
+            place = (piece, 0) if piece.moves_rows else (replace(piece, parts=(part,)), before)
+            places.setdefault(part, []).append(place)
+            before += sizes[part]
+
+    with open_source(ModelFiles(files.base, None, files.tokenizer), use) as base:
+        base_shapes = unstacked_shapes(base.config)
+
+        def differs_at(piece: GgufTensor, before: int) -> bool:
+            stored = tensors[piece.name].data.reshape(-1).view(np.uint8)
+            at = before * len(stored) // math.prod(piece.shape)
+            for chunk in _encoded_rows(piece, base, type_of(piece.name, piece.shape, kind)):
+                expected = np.frombuffer(chunk, np.uint8)
+                if not np.array_equal(stored[at : at + len(expected)], expected):
+                    return True
+                at += len(expected)
+            return False
+
+        def differs(name: str) -> bool:
+            # A part that the base lacks, as a head that was tied, is new.
+            is_new = name in places and name not in base_shapes
+            return is_new or any(differs_at(*place) for place in places.get(name, ()))
+
+        return proof_of_changes(differs, files.base, files.weights, finer="--type f32")
 
 
 def write_gguf(

@@ -84,6 +84,8 @@ def merge(
     _refuse_arguments(models, weights, are_shares=base is None)
     method = "linear" if base is None else "task-arithmetic"
     sources = [*models, *([] if base is None else [base])]
+    # Sources from which no parameter of the merged model has differed so far.
+    same = set(range(len(sources))) if all(weights) else set[int]()
     with ExitStack() as stack:
         # All models are open together, and must be of one architecture with one tokenizer.
         opened_models = [stack.enter_context(open_weights(files)) for files in sources]
@@ -109,10 +111,17 @@ def merge(
                 merged = weighted_mean(parameters, weights)
             else:
                 merged = with_changes(parameters[-1], parameters[:-1], weights)
-            return refuse_overflow(merged.to(dtype_in(config, name, target_dtype)), name, where=out)
+            stored = refuse_overflow(
+                merged.to(dtype_in(config, name, target_dtype)), name, where=out
+            )
+            for number in list(same):
+                if not torch.equal(parameters[number].to(stored.dtype), stored):
+                    same.discard(number)
+            return stored
 
         with draft_of(out) as draft:
             write_model_piecewise(merged_parameter, config, target_dtype, draft)
+            _refuse_unchanged([sources[number] for number in sorted(same)])
             names = [_display_name(files) for files in models]
             about = Merge(
                 method,
@@ -191,6 +200,16 @@ def _refuse_arguments(
         fix = "give smaller numbers, such as 0.7,0.3"
     if problem:
         raise UserError(problem, where=where, fix=fix, code=2)
+
+
+def _refuse_unchanged(same: Sequence[ModelFiles]) -> None:
+    """Raises UserError where the merged model has the numbers of one that it was made of."""
+    if same:
+        raise UserError(
+            f"the merged model has the numbers of {_display_name(same[0])}: the merge changes nothing",
+            where=str(same[0].weights),
+            fix="name models that differ; use --type float32 if they differ by less than the rounding of the type",
+        )
 
 
 def _refuse_other(

@@ -33,17 +33,29 @@ ReadRows = Callable[[str, int, int], Tensor]
 
 
 def proof_of_change(merged: Path, base: Path, adapter: Path) -> str:
+    """`proof_of_changes` of a folder that was written."""
+    with _opened(merged, base) as (rows_of_merged, rows_of_base, shapes):
+        return proof_of_changes(
+            lambda name: (
+                name in shapes and _differs(name, shapes[name], rows_of_merged, rows_of_base)
+            ),
+            base,
+            adapter,
+            finer="--type float32",
+        )
+
+
+def proof_of_changes(
+    differs: Callable[[str], bool], base: Path, adapter: Path, *, finer: str
+) -> str:
     """One sentence with the counts of tensors that differ, by the last part of their name.
 
-    Raises UserError where the merged model has the numbers of the base, or a kind of matrices has whose LoRA is not 0.
+    `differs`: of a parameter, or a matrix of an expert, by its name. `finer`: a type that rounds less. Raises UserError
+    where the merged model has the numbers of the base, or a kind of matrices has whose LoRA is not 0.
     """
     names_by_kind, settings = _adapted(base, adapter)
-    changed = Counter[str]()
-    with _opened(merged, base) as (rows_of_merged, rows_of_base, shapes):
-        for kind, names in names_by_kind.items():
-            for name in names:
-                if name in shapes and _differs(name, shapes[name], rows_of_merged, rows_of_base):
-                    changed[kind] += 1
+    changed = Counter({kind: sum(map(differs, names)) for kind, names in names_by_kind.items()})
+    changed = +changed
 
     unchanged = [kind for kind in names_by_kind if not changed[kind]]
     if settings is not None and changed:
@@ -53,8 +65,8 @@ def proof_of_change(merged: Path, base: Path, adapter: Path) -> str:
         raise UserError(
             f"the merged model has the numbers of its base: no change in {', '.join(unchanged)}",
             where=str(adapter),
-            fix="use --type float32 if the changes are smaller than the rounding of the base's type; an adapter of a "
-            "run that has not trained changes nothing",
+            fix=f"use {finer} if the changes are smaller than the rounding of the type; an adapter of a run that has "
+            "not trained changes nothing",
         )
     counts = [
         f"{kind} {changed[kind]:,} of {len(names):,}"
