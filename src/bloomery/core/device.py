@@ -9,9 +9,10 @@ functions for memory came with torch 2.9, that for free memory (`get_memory_info
 """
 
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, final
 
@@ -325,6 +326,19 @@ def sent(tensor: "torch.Tensor", device: AnyDevice) -> "torch.Tensor":
     if not can(device, "streams"):
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def pin_host_memory(device: AnyDevice, address: int, num_bytes: int) -> Callable[[], object] | None:
+    """Pins memory that PyTorch has not allocated, so that copies of it run beside the host. Returns what ends that.
+
+    None where the device's runtime does not do it: copies then wait, and are right all the same.
+    """
+    open_runtime = getattr(_module(device), "cudart", None)
+    runtime: Any = None if open_runtime is None else open_runtime()
+    register = getattr(runtime, "cudaHostRegister", None)
+    if register is None or int(register(address, num_bytes, 0)) != 0:
+        return None
+    return partial(runtime.cudaHostUnregister, address)
 
 
 # Memory. Bytes; a CPU's is the process's, which the allocator does not count.

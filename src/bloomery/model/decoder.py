@@ -9,6 +9,7 @@ V vocabulary.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -281,6 +282,9 @@ class WeightStream(Protocol):
 
     def allocate(self) -> None:
         """Give the model memory, undefined: on the host what lives there, on the device all else."""
+
+    def filling(self) -> AbstractContextManager[None]:
+        """Inside, weights are read or drawn; where ranks share the host's, another one's have no data."""
 
     def settle(self) -> None:
         """Call after the backward of a step: the host's parameters have their gradients."""

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import (
 from bloomery.facts.attention import BACKENDS
 from bloomery.model.decoder import Block, Decoder
 from bloomery.model.mixers.recomputed import is_inside_recomputed
+from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.parallel.offload import offload_activations
 from bloomery.parallel.streamed import StreamedWeights
 from bloomery.parallel.streamed_experts import StreamedExperts
@@ -25,7 +26,7 @@ _Forward = Callable[..., Tensor]
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
 
 
-def apply(model: Decoder, plan: TrainPlan) -> None:
+def apply(model: Decoder, plan: TrainPlan, mesh: Mesh = SINGLE_RANK) -> None:
     """Change the model in place; parameters keep their names.
 
     Must run before the optimizer is built and the first forward. Each block is compiled on its own: whole-model graphs
@@ -34,10 +35,10 @@ def apply(model: Decoder, plan: TrainPlan) -> None:
     # Inside of checkpointing: a block that is recomputed loads its weights again.
     device = torch.device(plan.device)
     if plan.stream == "layers":
-        model.weight_stream = StreamedWeights(model, device)
+        model.weight_stream = StreamedWeights(model, device, mesh=mesh)
     elif plan.stream == "experts":
         is_recomputed = partial(recomputes, plan.activation_checkpointing)
-        model.weight_stream = StreamedExperts(model, device, is_recomputed=is_recomputed)
+        model.weight_stream = StreamedExperts(model, device, is_recomputed=is_recomputed, mesh=mesh)
     for layer, block in zip(model.stage.layers, model.model.layers, strict=True):
         checkpoint_block(block, plan.activation_checkpointing, index=layer)
         if plan.compile:

@@ -4,7 +4,7 @@ B bytes of a layer.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from bloomery.model.decoder import Decoder
+from bloomery.parallel.mesh import SINGLE_RANK, Mesh
+from bloomery.parallel.shared_memory import shared_bytes
 from bloomery.parallel.transfers import pinned_all
 
 
@@ -79,12 +81,58 @@ class HostLayer:
                 place.tensors[place.name] = tensor
 
 
-def give_memory(model: Decoder, layers: Sequence[HostLayer], device: torch.device) -> None:
-    """To a model on the meta device, undefined: on the host to what is in `layers`, on the device to all else."""
-    without_data = [layer.without_data() for layer in layers]
-    for layer, host_B in zip(layers, pinned_all(without_data, device), strict=True):
+@final
+@dataclass(eq=False)
+class HostCopy:
+    """What lives on the host of a model. `is_shared`: with the other ranks of the host, of which one `fills` it."""
+
+    layers: Sequence[HostLayer]
+    mesh: Mesh
+    is_shared: bool
+    fills: bool
+
+    @contextmanager
+    def filling(self) -> Iterator[None]:
+        """Inside, weights are read: a rank that leaves it to another one has tensors without data in their places.
+
+        Every rank takes part.
+        """
+        if not self.is_shared:
+            yield
+            return
+        self.mesh.barrier()  # nobody reads any more what a rewind fills again
+        with ExitStack() as stack:
+            for layer in () if self.fills else self.layers:
+                without_data = [place.tensor.detach().to("meta") for place in layer.places]
+                stack.enter_context(layer.replaced(without_data))
+            yield
+        self.mesh.barrier()
+
+
+def give_memory(
+    model: Decoder,
+    layers: Sequence[HostLayer],
+    device: torch.device,
+    *,
+    mesh: Mesh = SINGLE_RANK,
+    is_frozen: bool,
+) -> HostCopy:
+    """To a model on the meta device, undefined: on the host to what is in `layers`, on the device to all else.
+
+    Frozen weights of replicas are one copy on each host. Every rank of the mesh calls it.
+    """
+    is_shared = is_frozen and mesh.replicate > 1
+    fills = True
+    if is_shared:
+        num_bytes = sum(layer.num_bytes for layer in layers)
+        bytes_B, fills = shared_bytes(num_bytes, mesh, device)
+        host = list(bytes_B.split([layer.num_bytes for layer in layers]))
+    else:
+        host = pinned_all([layer.without_data() for layer in layers], device)
+    for layer, host_B in zip(layers, host, strict=True):
         layer.live_in(host_B)
     model._apply(  # type: ignore[no-untyped-call]  # torch's
         lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
     )
     model.tie()
+    return HostCopy(layers, mesh, is_shared, fills)

@@ -25,6 +25,7 @@ from bloomery.model.forward_input import ForwardInput
 from bloomery.model.io.quantized import QuantizedWeight
 from bloomery.parallel.host_gradients import HostGradients
 from bloomery.parallel.host_memory import HostLayer, Place, give_memory
+from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.parallel.transfers import CopyStream, CopyUnderWay
 
 BUFFERS = 2  # of a layer, on the device: one computes, one arrives
@@ -155,13 +156,21 @@ class StreamedWeights:
     device.
     """
 
-    def __init__(self, model: Decoder, device: torch.device, *, num_buffers: int = BUFFERS) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        device: torch.device,
+        *,
+        mesh: Mesh = SINGLE_RANK,
+        num_buffers: int = BUFFERS,
+    ) -> None:
         """In place, of a model on the meta device; its blocks are checkpointed after this, so that they load their
         weights again. `allocate` must follow.
         """
         self.device = device
         self._model = model
         self._num_buffers = num_buffers
+        self._mesh = mesh
         self._in_full = all(
             parameter.requires_grad or is_never_trained(name)
             for name, parameter in model.named_parameters()
@@ -186,7 +195,9 @@ class StreamedWeights:
         if self._in_full:
             self._outer = self._outer_of(self._model)
         layers = [*self._layers, self._outer]
-        give_memory(self._model, layers, self.device)
+        self._host_copy = give_memory(
+            self._model, layers, self.device, mesh=self._mesh, is_frozen=not self._in_full
+        )
         self._outer_copies = [
             nn.Parameter(
                 torch.empty_like(place.tensor, device=self.device), place.tensor.requires_grad
@@ -350,6 +361,10 @@ class StreamedWeights:
         """Called in backward when those of a layer are complete."""
         assert self._gradients is not None
         self._gradients.send(layer, gradients)
+
+    def filling(self) -> AbstractContextManager[None]:
+        """Inside, weights are read: where replicas share the host's copy, by one of them."""
+        return self._host_copy.filling()
 
     def settle(self) -> None:
         """Call after the backward of a step: the host's parameters have their gradients."""

@@ -8,7 +8,7 @@ B bytes of a layer's experts. N tokens, K experts that a token meets, D width.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
@@ -21,6 +21,7 @@ from bloomery.facts.limits import copies_chosen
 from bloomery.model.decoder import Decoder
 from bloomery.model.experts import ExpertMLPs
 from bloomery.parallel.host_memory import HostLayer, Place, give_memory
+from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.parallel.streamed import BUFFERS, LayerRing, in_backward, layer_of
 from bloomery.parallel.transfers import CopyUnderWay
 
@@ -105,6 +106,7 @@ class StreamedExperts:
         device: torch.device,
         *,
         is_recomputed: Callable[[int], bool],
+        mesh: Mesh = SINGLE_RANK,
         num_buffers: int = BUFFERS,
     ) -> None:
         """In place, of a model on the meta device. `allocate` must follow.
@@ -115,6 +117,7 @@ class StreamedExperts:
         self.device = device
         self._model = model
         self._num_buffers = num_buffers
+        self._mesh = mesh
         self._layers = list[_Layer]()
         for number, block in zip(model.stage.layers, model.model.layers, strict=True):
             for experts in block.modules():
@@ -130,8 +133,14 @@ class StreamedExperts:
     def allocate(self) -> None:
         """Give the model memory, undefined: experts on the host, all else on the device."""
         host_layers = [layer.host for layer in self._layers]
-        give_memory(self._model, host_layers, self.device)
+        self._host_copy = give_memory(
+            self._model, host_layers, self.device, mesh=self._mesh, is_frozen=True
+        )
         self.ring = LayerRing(host_layers, self.device, self._num_buffers)
+
+    def filling(self) -> AbstractContextManager[None]:
+        """Inside, weights are read: where replicas share the host's copy, by one of them."""
+        return self._host_copy.filling()
 
     def settle(self) -> None:
         """Nothing is under way: the device has all gradients."""

@@ -216,7 +216,7 @@ def build_state(
     # Parallelism and compilation are put onto the model while it has no weights. PEFT replaces modules first, and needs
     # their weights for that: `build_checkpointed_model` compiles then.
     if not isinstance(plan.adapter, Peft):
-        apply(model, train)
+        apply(model, train, mesh)
     if mesh.expert > 1:
         divide_experts(model, mesh)
     if mesh.device_mesh is not None:

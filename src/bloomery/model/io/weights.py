@@ -276,6 +276,8 @@ def init_weights(decoder: Decoder, seed: int) -> None:
         if layer.attention_scale == 1.0
     }
     for name, parameter in base_parameters(decoder):
+        if parameter.is_meta:  # another rank draws it
+            continue
         owner = decoder.get_submodule(name.rpartition(".")[0])
         if name.endswith((".bias", "_bias")):
             parameter.zero_()
@@ -298,6 +300,8 @@ def init_weights(decoder: Decoder, seed: int) -> None:
             for part_name, part in unstacked(name, parameter):
                 put(_drawn(part_name, part.shape, config, seed), part)
     for name, weight in quantized_weights(decoder):
+        if weight.codes.is_meta:
+            continue
         # Of a stack of experts part by part, as its numbers would be drawn as floats.
         parts = expert_parts(name, weight.shape)
         shapes: dict[str, Shape] = {part.name: (part.rows, weight.inputs) for part in parts}
@@ -487,8 +491,11 @@ def read_model(
         return
     with StoredModel(decoder.config, folder, seed=seed, new=new) as model:
         for name, parameter in base_parameters(decoder):
-            model.fill(name, parameter)
+            if not parameter.is_meta:  # else another rank reads it
+                model.fill(name, parameter)
         for name, weight in quantized_weights(decoder):
+            if weight.codes.is_meta:
+                continue
             if model.is_converted(name):
                 weight.fill([model.converted(name).to(weight.codes.device)], name=name)
                 continue

@@ -1,6 +1,7 @@
 """How the weights of a model go into checkpoints and come back: all of them, LoRA matrices, or a method of PEFT."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, final
@@ -83,7 +84,8 @@ class InitialWeights:
         Every rank of the mesh takes part.
         """
         if self.source is None:
-            self.draw(model, self.seed)
+            with self._filling(model):
+                self.draw(model, self.seed)
             return
         problem = None
         if self.mesh.any_rank((self.source / MANIFEST).is_file()):
@@ -96,7 +98,14 @@ class InitialWeights:
             )
         if self.run_dir is not None:
             note_model(self.run_dir, "base", digest(self.source))
-        read_model(model, self.source, seed=self.seed, new=self.new_ids)
+        with self._filling(model):
+            read_model(model, self.source, seed=self.seed, new=self.new_ids)
+
+    @staticmethod
+    def _filling(model: Decoder) -> AbstractContextManager[None]:
+        """Inside, this rank reads the weights that are its own, or that it reads for others."""
+        stream = model.weight_stream
+        return nullcontext() if stream is None else stream.filling()
 
 
 @final
