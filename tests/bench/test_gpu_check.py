@@ -398,10 +398,10 @@ def test_every_candidate_tile_is_timed(monkeypatch):
 
 def test_a_device_without_streams_or_counts_is_skipped_with_the_reason(tmp_path):
     """As a CPU: a part that cannot prove anything says so, and does not pass."""
-    from bloomery.bench.gpu_check import endurance, streams
+    from bloomery.bench.gpu_check import endurance, streamed, streams
 
     job = PartJob(tiny=True, folder=tmp_path, device="cpu", seconds=60.0, begin=silent)
-    for part in (streams.races, streams.waits, endurance.memory_as_planned):
+    for part in (streams.races, streams.waits, streamed.streamed, endurance.memory_as_planned):
         (row,) = part(job)
         assert row.outcome == "skipped" and "cpu" in row.message
 
@@ -420,6 +420,26 @@ def test_a_slow_card_takes_shorter_sequences_and_a_small_one_skips(tmp_path, mon
     assert lengths == {"RTX 4090": 2048, "RX 6700 XT": 512}
     (row,) = speed.full(job)
     assert row.outcome == "skipped" and "the card has 12.0" in row.message
+
+
+def test_a_large_model_has_as_many_layers_as_the_host_takes(tmp_path, monkeypatch):
+    """8.03 billion parameters, of which each of 32 layers has 218 million: 46 GiB with gradients and states."""
+    from bloomery.bench.gpu_check import streamed
+
+    layers = {}
+    for host_gib in (12, 32, 64):
+        machine = with_gpu(detect(), find_gpu("RX 6700 XT"))
+        host = machine.host.model_copy(
+            update={"memory_bytes": host_gib * GIB, "memory_free_bytes": host_gib * GIB}
+        )
+        machine = machine.model_copy(update={"host": host})
+        monkeypatch.setattr(streamed, "machine_of", lambda _device, machine=machine: machine)
+        job = PartJob(tiny=False, folder=tmp_path, device="cuda", seconds=90.0, begin=silent)
+        plan = streamed.large_plan(job)
+        layers[host_gib] = plan.model.config.num_layers
+        assert plan.memory.limit <= streamed.LARGE_CAP_GIB * GIB
+        assert plan.train.stream == "layers" and plan.adapter.kind == "none"
+    assert layers == {12: 1, 32: 17, 64: 32}
 
 
 def test_weights_that_a_measurement_draws_are_those_of_its_own_model(tmp_path, monkeypatch):

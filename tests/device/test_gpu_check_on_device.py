@@ -168,6 +168,7 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Outcome]] = {
     "ranks": (wrong_operator_in_children, "wrong"),
     "memory": (tensor_is_kept, "wrong"),
     "out-of-memory": (cap_is_ignored, "wrong"),
+    "stream": (copies_are_not_waited_for, "wrong"),
     "use": (wrong_operator_in_completions, "wrong"),
     "attention": (backend_is_wrong, "wrong"),
     "qlora": (nothing_is_learned, "wrong"),

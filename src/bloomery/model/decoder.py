@@ -317,7 +317,7 @@ class Backbone(nn.Module):
         self.embedding_noise = 0.0  # of NEFTune, in training
         self.exchange: SequenceExchange | None = None  # with ranks that share the sequences
         # Of the layers with experts: those of the last forward, until the decoder hands them on.
-        self.loads: Mapping[int, RouterLoad] = NO_LOADS
+        self.loads: Mapping[int, RouterLoad] = {}
         # Whether the backward of embeddings adds to `.grad` itself, because autograd's gradient is as large as the
         # weight (`compiled_scores.RowsOf`). No hook sees that gradient: off where somebody waits for one.
         self.adds_rows = False
@@ -666,7 +666,7 @@ class Decoder(nn.Module):
         loads: Mapping[int, RouterLoad] = NO_LOADS
         if isinstance(self.model, Backbone):
             loads = self.model.loads
-            self.model.loads = NO_LOADS
+            self.model.loads = {}
         head_output = self.head_output(last_BTD, head) if self.ends_here else None
 
         # With a cache the next tokens depend on the output: every stage needs it.
