@@ -128,6 +128,7 @@ def planned(name: str, method: str, card: Card) -> RunPlan | None:
             "data": {"path": "chats.jsonl", "sequence_length": SEQUENCE_LENGTH},
             "objective": {"kind": "sft"},
             "train": {"epochs": 1, "batch_size": 16},
+            "parallel": {"stream": "off"},  # a GPU of any size holds one layer after the other
             **METHODS[method],
         }
     )

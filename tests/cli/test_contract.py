@@ -34,7 +34,10 @@ FLAGS = {
     "tokenizer train": set(),
     "tokenizer inspect": {"--text"},
     "prepare": {"--preview", "--check", "--model", "--data"},
-    "plan": {"--model", "--data", "--gpu", "--gpus", "--nodes", "--simulate", "--json"},
+    "plan": {
+        *("--model", "--data", "--gpu", "--gpus", "--nodes", "--host-memory"),
+        *("--simulate", "--json"),
+    },
     "bench": {"--sweep", "--export", "--json", "--author", "--limit"},
     "train": {
         "--model",

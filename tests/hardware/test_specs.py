@@ -41,6 +41,7 @@ def assert_consistent(gpu):
     figures = {"memory", "bandwidth", "peaks", "link", "power"} | (
         {"achievable"} if gpu.achievable_tflops else set()
     )
+    figures |= {"host"} if gpu.host_gbs else set()
     assert set(gpu.sources) == figures
     assert all(gpu.source(figure) for figure in figures)
     assert ("float16" in gpu.peak_tflops) == (not arch.float16_rate)

@@ -99,16 +99,22 @@ def test_a_reference_costs_a_forward_and_half_learned_text_half_the_head():
 
 def test_what_does_not_fit_is_told_with_edits_of_fine_tuning():
     length = "data.sequence_length=8192"
-    report = reported(load_recipe("qwen2.5-3b-lora", (length,)), gpu_machine("RX 6700 XT"))
+    on_device = "parallel.stream=off"
+    report = reported(
+        load_recipe("qwen2.5-3b-lora", (length, on_device)), gpu_machine("RX 6700 XT")
+    )
     assert not report.plan.fits
     edits = [fix.edit for fix in report.suggestions if fix.fit != "does not fit"]
-    assert {"quantize.kind=nf4", "data.sequence_length=4096"} <= set(edits)
+    assert {"parallel.stream=layers", "quantize.kind=nf4", "data.sequence_length=4096"} <= set(
+        edits
+    )
     for edit in edits:
-        assert plan_of("qwen2.5-3b-lora", "RX 6700 XT", length, edit).fits
+        assert plan_of("qwen2.5-3b-lora", "RX 6700 XT", length, on_device, edit).fits
 
 
 def test_the_base_model_may_get_an_adapter_where_all_of_it_does_not_fit():
-    report = reported(load_recipe("qwen2.5-0.5b-pretrain"), gpu_machine("RX 6600"))
+    recipe = load_recipe("qwen2.5-0.5b-pretrain", ("parallel.stream=off",))
+    report = reported(recipe, gpu_machine("RX 6600"))
     assert "adapter.kind=lora" in report.plan.suggestions
 
 

@@ -43,6 +43,7 @@ def test_every_card_with_its_own_memory_is_there(found):
 
 def test_the_fastest_comes_first_and_what_does_not_fit_last(every_eighth):
     big = ["model.hidden_size=2048", "model.num_heads=16", "model.num_layers=24"]
+    big.append("parallel.stream=off")
     rows = compare_gpus(load_recipe("go-coder-125m", big), machine())
     fits = [card.fits for card in rows]
     assert fits == sorted(fits, reverse=True)
@@ -50,6 +51,21 @@ def test_the_fastest_comes_first_and_what_does_not_fit_last(every_eighth):
     assert False in fits
     rates = [card.rate[0] for card in rows if card.fits and card.rate]
     assert rates == sorted(rates, reverse=True)
+
+
+def test_a_gpu_whose_weights_stream_is_marked(monkeypatch):
+    both = [find_gpu("RTX 4060"), find_gpu("MI300X")]
+    recipe = load_recipe(
+        "go-coder-125m", ["model.hidden_size=2048", "model.num_heads=16", "model.num_layers=24"]
+    )
+    rows = compare_gpus(recipe, machine(), gpu_models=both, host_memory=64 * 2**30)
+    assert {card.name: card.document()["stream"] for card in rows} == {
+        "GeForce RTX 4060": "layers",
+        "Instinct MI300X": "off",
+    }
+    lines = gpus_page(rows, recipe, gpus=1, nodes=1, source="x")
+    assert [line[:8] for line in lines if "bf16*" in line] == ["RTX 4060"]
+    assert any(line.startswith("* ") and "host" in line for line in lines)
 
 
 def test_the_page_has_a_line_a_card(found):

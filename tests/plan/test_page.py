@@ -202,6 +202,7 @@ def test_the_model_line_has_the_context_of_the_model_not_the_sequence_length():
 def test_a_long_headline_takes_two_lines():
     where = gpu_machine("RX 6600")
     wide = ["model.hidden_size=1280", "model.num_heads=20", "model.num_layers=36"]
+    wide.append("parallel.stream=off")
     lines = page(
         reported(load_recipe("go-coder-125m", wide), where), where, source="x", commands=[]
     )
@@ -247,6 +248,7 @@ def test_json_is_the_contract(tmp_path, monkeypatch):
         "max_length",
         "mesh",
         "rollout",
+        "stream",
         "notes",
     }
     assert (said["tokens"], said["steps"]) == (3_194_880_000, 195_000)

@@ -10,7 +10,11 @@ from bloomery.recipe.load import load_recipe, packaged
 
 # usual GPUs of these sizes
 OF_SIZE = {8: "RTX 4060", 12: "RTX 4070", 16: "RTX 4060 Ti 16GB", 24: "RTX 4090", 32: "RTX 5090"}
-SMALLEST = ("train.micro_batch_size=1", "train.activation_checkpointing=full")
+SMALLEST = (
+    "train.micro_batch_size=1",
+    "train.activation_checkpointing=full",
+    "parallel.stream=off",  # any GPU holds one layer after the other
+)
 FIRST_LINE = re.compile(r"# (SFT) \+ (LoRA|QLoRA): [^,]+, [^,]+, one (\d+) GB GPU\.")
 NEW = (
     "qwen3-0.6b-lora",

@@ -26,6 +26,7 @@ from bloomery.cli import completion
 from bloomery.core.errors import UserError, of_the_system
 from bloomery.core.files import open_regular, state_folder, write_json
 from bloomery.core.text import expanded, fitted, harmless, redact_secrets
+from bloomery.core.units import GIB, parse_bytes
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -334,6 +335,26 @@ class NewPath(click.Path):
             where = f"{param.opts[0] if param else 'the path'} {value}".rstrip()
             raise UserError(problem, where=where, fix="use a path that can be created", code=2)
         return path
+
+
+def memory_size(
+    _context: click.Context, parameter: click.Parameter, value: str | None
+) -> int | None:
+    """A callback for an option of bytes of memory, such as 32GiB. Raises UserError for a size of no machine."""
+    if value is None:
+        return None
+    try:
+        num_bytes = parse_bytes(value)
+    except ValueError:
+        num_bytes = 0.0
+    if not GIB <= num_bytes <= 2**50:
+        raise UserError(
+            f"not a size of memory: {value!r}",
+            where=f"{parameter.opts[0]} {value}",
+            fix="write a number with its unit, such as 32GiB, from 1GiB to 1048576GiB",
+            code=2,
+        )
+    return int(num_bytes)
 
 
 def numbers(

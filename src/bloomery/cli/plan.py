@@ -17,6 +17,7 @@ from bloomery.cli.common import (
     echo_page,
     json_option,
     literal,
+    memory_size,
     print_json,
     recipe_or_model,
     text_flags,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
         PlanReport,
         RolloutPlan,
         RunPlan,
+        StreamPlan,
     )
     from bloomery.recipe.load import LoadedRecipe
     from bloomery.simulate.run import SimulationResult
@@ -77,6 +79,12 @@ class PlanCommand(click.Command):
     "--nodes", metavar="N", type=click.IntRange(1, 16384), default=1, help="Plan for N nodes."
 )
 @click.option(
+    "--host-memory",
+    metavar="SIZE",
+    callback=memory_size,
+    help="Plan for a node with SIZE of memory: 32GiB.",
+)
+@click.option(
     "--simulate", is_flag=True, help="Simulate a step on meta tensors for its peak memory."
 )
 @json_option
@@ -88,6 +96,7 @@ def command(
     gpu: tuple[str, ...],
     gpus: int | None,
     nodes: int,
+    host_memory: int | None,
     simulate: bool,
     as_json: bool,
 ) -> int:
@@ -103,6 +112,7 @@ def command(
              bloomery plan llama3.1-8b-full-8gpu --gpu 8xMI300X
              bloomery plan go-coder-125m --gpu "RTX 3090 + RTX 3060 12GB"
              bloomery plan go-coder-125m --gpu MI300X --simulate
+             bloomery plan --model Qwen/Qwen3-14B --gpu "RX 6700 XT" --host-memory 32GiB
     """
     from bloomery.hardware.specs import named_gpus
 
@@ -115,13 +125,20 @@ def command(
             raise UserError("--simulate works with one GPU only", where="--gpu", fix=fix, code=2)
         names = () if "all" in gpu_names else gpu_names
         return show_gpus(
-            loaded_recipe, names, gpus=gpus_per_node, nodes=nodes, as_json=as_json, source=source
+            loaded_recipe,
+            names,
+            gpus=gpus_per_node,
+            nodes=nodes,
+            host_memory=host_memory,
+            as_json=as_json,
+            source=source,
         )
     return show_plan(
         loaded_recipe,
         gpu=gpu_names[0] if gpu_names else None,
         gpus=gpus_per_node,
         nodes=nodes,
+        host_memory=host_memory,
         simulate=simulate,
         as_json=as_json,
         source=source,
@@ -134,6 +151,7 @@ def show_gpus(
     *,
     gpus: int,
     nodes: int,
+    host_memory: int | None = None,
     as_json: bool,
     source: str,
 ) -> int:
@@ -151,7 +169,12 @@ def show_gpus(
         raise UserError(problem, where="--gpu", fix=fix, code=2)
     devices = {(device.name, device.memory_bytes): device for device in map(find_gpu, names)}
     plans = compare_gpus(
-        loaded_recipe, machine, gpu_models=list(devices.values()), gpus=gpus, nodes=nodes
+        loaded_recipe,
+        machine,
+        gpu_models=list(devices.values()),
+        gpus=gpus,
+        nodes=nodes,
+        host_memory=host_memory,
     )
     if as_json:
         print_json([plan.document() for plan in plans])
@@ -167,6 +190,7 @@ def show_plan(
     devices: str | None = None,
     gpus: int = 1,
     nodes: int = 1,
+    host_memory: int | None = None,
     simulate: bool = False,
     as_json: bool = False,
     source: str | None = None,
@@ -177,7 +201,12 @@ def show_plan(
 
     recipe = loaded_recipe.recipe
     report, machine = planned_report(
-        loaded_recipe, gpu=gpu, devices=devices, gpus=gpus, nodes=nodes
+        loaded_recipe,
+        gpu=gpu,
+        devices=devices,
+        gpus=gpus,
+        nodes=nodes,
+        host_memory=host_memory,
     )
     plan = report.plan
     simulation = simulated(plan, machine) if simulate else None
@@ -207,6 +236,8 @@ def show_plan(
     num_gpus = 1 if plan.parallel is None else plan.parallel.gpus
     device_options += f" --gpus {num_gpus}" if num_gpus > 1 else ""
     device_options += f" --nodes {nodes}" if nodes > 1 else ""
+    if host_memory is not None:
+        device_options += f" --host-memory {host_memory / GIB:g}GiB"
     lines = page(
         report,
         machine,
@@ -233,6 +264,10 @@ def simulated(plan: "RunPlan", machine: "Machine") -> "SimulationResult":
     if plan.rollout is not None:
         problem = "cannot simulate a run with rewards: its sequences are sampled while it trains"
         fix = "remove --simulate; the plan counts the memory of rollouts"
+        raise UserError(problem, where="--simulate", fix=fix, code=2)
+    if plan.stream is not None:
+        problem = "cannot simulate weights that stream: half of them are in no device's memory"
+        fix = "remove --simulate; the plan counts the buffers of layers"
         raise UserError(problem, where="--simulate", fix=fix, code=2)
     with progress() as report:
         return SimulationResult(plan, simulate(plan, machine, progress=report))
@@ -286,6 +321,7 @@ def document(report: "PlanReport", machine: "Machine") -> dict[str, Any]:
         "max_length": report.max_length,
         "mesh": None if plan.parallel is None else _mesh(plan.parallel),
         "rollout": None if plan.rollout is None else _rollout(plan.rollout),
+        "stream": None if plan.stream is None else _stream(plan.stream),
     }
 
 
@@ -308,6 +344,23 @@ def _memory(memory: "MemoryEstimate") -> dict[str, Any]:
         "parts": {name: part_bytes / GIB for name, part_bytes in memory.parts.items()},
         "total": total,
         "limit": memory.limit / GIB,
+    }
+
+
+def _stream(stream: "StreamPlan") -> dict[str, Any]:
+    """Weights that stream: memory in GiB, copies of a step, and from how many tokens per load they cost no time."""
+    return {
+        "micro_batches": stream.micro_batches,
+        "buffers_gib": stream.buffer_bytes / GIB,
+        "host_gib": {name: value / GIB for name, value in stream.host_bytes.items()},
+        "pinned_gib": stream.pinned_bytes / GIB,
+        "host_limit_gib": stream.host_limit / GIB,
+        "loaded_gib": stream.loaded_bytes / GIB,
+        "sent_gib": stream.sent_bytes / GIB,
+        "tokens_per_load": stream.tokens_per_load,
+        "hidden_from": stream.hidden_from,
+        "hidden": stream.hidden,
+        "link": stream.link,
     }
 
 

@@ -45,6 +45,11 @@ PINNED_ALIGNMENT = 64  # bytes, of a tensor in such a block
 # Blocks that offloaded activations fill one after the other: a power of two, of which the last alone is not full.
 PINNED_CHUNK = 2**24
 
+# Weights that stream: buffers of a layer on the device (one computes, one arrives), and layers whose gradients are
+# under way at once, in the device's memory and in staging buffers.
+STREAM_BUFFERS = 2
+STREAM_STAGED = 2
+
 # Weights that share a scale (arXiv:2305.14314, section 3; the default of bitsandbytes).
 WEIGHTS_BLOCK = 64
 # Scales that share a scale of their own under double quantization (the same section).

@@ -152,6 +152,8 @@ class Host(Frozen):
     cpu_flags: tuple[str, ...] = ()  # the relevant ones: avx2, avx512f, avx512_bf16, amx_bf16
     memory_bytes: Whole  # or the limit of the cgroup
     memory_free_bytes: Whole
+    # Where `memory_bytes` is from: of this machine, assumed for a GPU that is planned for, or set by the user.
+    memory_origin: Literal["read", "assumed", "set"] = "read"
     disk_free_bytes: Whole
     compiler: str | None = None  # a C++ compiler for torch.compile
     cpu_arch: str = "x86_64"

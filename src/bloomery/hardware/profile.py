@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar
 from bloomery.core import Choice
 from bloomery.core.device import can
 from bloomery.core.files import private_folder, temporary_cache
+from bloomery.core.units import GIB
 from bloomery.hardware.machine import (
     MASKS,
     Accelerator,
@@ -605,6 +606,32 @@ def with_gpus(machine: Machine, devices: Sequence[Accelerator]) -> Machine:
     return with_gpu(machine, devices[0]).model_copy(
         update={"accelerators": tuple(devices), "together": not _same_model(devices)}
     )
+
+
+LEAST_HOST = 32 * GIB
+HOST_SHARE = 0.9  # of the host's memory, which a plan may use: the system takes the rest
+
+
+def with_host_memory(machine: Machine, num_bytes: int | None, *, gpus: int = 1) -> Machine:
+    """The machine with so much host memory; None: as much as one with such GPUs usually has, twice their memory rounded
+    up to a power of two, and LEAST_HOST at least.
+
+    `gpus`: of one model, where the machine has one of them.
+    """
+    origin = "set"
+    if num_bytes is None:
+        origin = "assumed"
+        count = 1 if len(machine.accelerators) > 1 else gpus
+        on_gpus = count * sum(device.usable_bytes for device in machine.accelerators)
+        num_bytes = max(LEAST_HOST, 1 << (2 * on_gpus - 1).bit_length())
+    host = machine.host.model_copy(
+        update={
+            "memory_bytes": num_bytes,
+            "memory_free_bytes": int(HOST_SHARE * num_bytes),
+            "memory_origin": origin,
+        }
+    )
+    return machine.model_copy(update={"host": host})
 
 
 def with_gpu(machine: Machine, device: Accelerator) -> Machine:

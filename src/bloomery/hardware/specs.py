@@ -116,6 +116,9 @@ class GpuSpec(TableEntry):
     # Device IDs of the PCI bus, where the driver does not name the product.
     pci_ids: tuple[int, ...] = Field((), alias="pci")
     link: str
+    # GB/s of copies between it and pinned memory of the host, where published: to_device, from_device, both (together,
+    # while both directions copy), pageable (from memory that is not pinned).
+    host_gbs: dict[str, float] = {}
     sources: dict[str, str]  # figure -> keys of the table's sources
 
     @property

@@ -14,12 +14,9 @@ from typing import final
 import torch
 from torch import Tensor
 
+from bloomery.facts.limits import STREAM_STAGED
 from bloomery.parallel.host_memory import HostLayer, Place
 from bloomery.parallel.transfers import CopyStream, CopyUnderWay, pinned_all
-
-STAGED = (
-    2  # layers whose gradients are under way at once, in the device's memory and in staging buffers
-)
 
 
 @final
@@ -60,7 +57,7 @@ class HostGradients:
         if not later:
             if first:
                 sent = [gradient for _, gradient in first]
-                self._copies.send(sent, lambda: _copy_all(first), most_under_way=STAGED)
+                self._copies.send(sent, lambda: _copy_all(first), most_under_way=STREAM_STAGED)
             return
 
         buffer_B = self._free_buffer()
@@ -101,7 +98,7 @@ class HostGradients:
 
     def _free_buffer(self) -> Tensor:
         """A staging buffer [B] that nothing is in; waits for an addition where all are in use."""
-        if self._num_buffers < STAGED:
+        if self._num_buffers < STREAM_STAGED:
             self._num_buffers += 1
             largest = max(self._layers, key=lambda layer: layer.num_bytes)
             (buffer_B,) = pinned_all([largest.without_data()], self._device)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from bloomery.facts.counting import is_never_trained
-from bloomery.facts.limits import aligned_bytes
+from bloomery.facts.limits import STREAM_BUFFERS, aligned_bytes
 from bloomery.model.adapters.lora import is_added
 from bloomery.model.decoder import Decoder, Output
 from bloomery.model.forward_input import ForwardInput
@@ -27,8 +27,6 @@ from bloomery.parallel.host_gradients import HostGradients
 from bloomery.parallel.host_memory import HostLayer, Place, give_memory
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.parallel.transfers import CopyStream, CopyUnderWay
-
-BUFFERS = 2  # of a layer, on the device: one computes, one arrives
 
 
 def layer_of(block: nn.Module, *, in_full: bool) -> HostLayer:
@@ -162,7 +160,7 @@ class StreamedWeights:
         device: torch.device,
         *,
         mesh: Mesh = SINGLE_RANK,
-        num_buffers: int = BUFFERS,
+        num_buffers: int = STREAM_BUFFERS,
     ) -> None:
         """In place, of a model on the meta device; its blocks are checkpointed after this, so that they load their
         weights again. `allocate` must follow.

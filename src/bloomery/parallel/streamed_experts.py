@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from bloomery.facts.limits import copies_chosen
+from bloomery.facts.limits import STREAM_BUFFERS, copies_chosen
 from bloomery.model.decoder import Decoder
 from bloomery.model.experts import ExpertMLPs
 from bloomery.parallel.host_memory import HostLayer, Place, give_memory
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
-from bloomery.parallel.streamed import BUFFERS, LayerRing, in_backward, layer_of
+from bloomery.parallel.streamed import LayerRing, in_backward, layer_of
 from bloomery.parallel.transfers import CopyUnderWay
 
 STACKS = ("gate_up_proj", "down_proj")  # in the order in which they multiply
@@ -107,7 +107,7 @@ class StreamedExperts:
         *,
         is_recomputed: Callable[[int], bool],
         mesh: Mesh = SINGLE_RANK,
-        num_buffers: int = BUFFERS,
+        num_buffers: int = STREAM_BUFFERS,
     ) -> None:
         """In place, of a model on the meta device. `allocate` must follow.
 

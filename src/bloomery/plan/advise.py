@@ -44,6 +44,7 @@ from bloomery.plan.lengths import too_many_epochs
 from bloomery.plan.pipeline import bubble
 from bloomery.plan.resolve import resolve, step_shape
 from bloomery.plan.rollouts import RolloutMoments
+from bloomery.plan.streaming import small_host
 from bloomery.plan.types import (
     DatasetFacts,
     Estimate,
@@ -395,6 +396,8 @@ def _planned_step(
         score_chunk=plan.model.score_chunk,
         accumulating=train.accumulation > 1 and not plain.mode.fused_backward,
         context=train.context,
+        stream=train.stream,
+        stream_micro_batches=1 if plan.stream is None else plan.stream.micro_batches,
     )
     estimator = StepEstimator.of(plan, machine, profile)
     moments = RolloutMoments.of_plan(plan, step)
@@ -580,6 +583,8 @@ def _ladder(recipe: Recipe, plan: RunPlan) -> Iterator[tuple[str, str]]:
     # Optimizer states, activations or frozen weights in fewer bits, or in CPU memory.
     if gpu and not settings.offload_activations:
         yield "train.offload_activations=true", "moves activations to CPU memory and back"
+    if gpu and train.stream == "off":
+        yield "parallel.stream=layers", "same training; copies each layer from CPU memory"
     if "state_dtype" in OPTIMIZERS[optimizer.kind].settings and optimizer.state_dtype == "float32":
         yield "optimizer.state_dtype=int8", "8-bit optimizer states; nearly the same training"
     if adapter in ("lora", "dora") and recipe.quantize.kind == "none":
@@ -730,6 +735,7 @@ def warnings(
         verb = "does" if plan.train.accumulation == 1 else "do"
         unfilled = f"{micro_batches} per step {verb} not fill {plan.train.pipeline} stages"
         yield f"{unfilled}: each waits {waiting:.0%} of the time; use smaller micro-batches or a larger batch"
+    yield from small_host(recipe, plan)
     dataset = plan.dataset
     length = plan.data.sequence_length
     if dataset is not None and dataset.template.endswith(NOT_OWN):

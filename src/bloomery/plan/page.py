@@ -29,6 +29,7 @@ from bloomery.hardware.profile import (
     fitting_builds,
     hidden_integrated,
     with_gpu,
+    with_host_memory,
 )
 from bloomery.hardware.specs import GpuSpec, arch_spec, gpu_spec, gpu_table
 from bloomery.hardware.vendors import VENDORS
@@ -116,6 +117,7 @@ def page(
     lines += _block("model", joined([model_line(plan)]))
     lines += [*_block("batch", batch_lines(plan)), ""]
     lines += _block("memory", [*memory_lines(plan, profile), *_pinned_lines(report)])
+    lines += _block("host", stream_lines(plan, machine))
     lines += _block("simulated", simulated)
     lines += _block("sequence", joined(_max_length(report)))
     lines += _block("time", [*time_lines(report, profile), *part_lines(report, profile)])
@@ -350,6 +352,32 @@ def _pinned_lines(report: PlanReport) -> list[str]:
     if parallel is not None:
         amounts += f", {format_bytes(pinned * parallel.gpus)} per node"
     return joined([f"pinned host memory: {amounts}", " and ".join(report.pinned)])
+
+
+def stream_lines(plan: RunPlan, machine: Machine) -> list[str]:
+    """Weights that stream: what the host holds, what the link carries, and from which load on that costs no time."""
+    stream = plan.stream
+    if stream is None:
+        return []
+    host = machine.host
+    origin = {"assumed": "assumed: --host-memory sets it", "set": "as set"}.get(host.memory_origin)
+    total = sum(stream.host_bytes.values())
+    limit = f"of {format_bytes(stream.host_limit)} free"
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in stream.host_bytes.items())
+    facts = [
+        f"{format_bytes(total)} of memory {limit}{'' if origin is None else f' ({origin})'}",
+        parts,
+        f"{format_bytes(stream.pinned_bytes)} pinned",
+    ]
+    copies = f"each step copies {format_bytes(stream.loaded_bytes)} to the GPU"
+    if stream.sent_bytes:
+        copies += f" and {format_bytes(stream.sent_bytes)} back"
+    links = [copies] + ([f"link {stream.link}"] if stream.link else [])
+    if stream.hidden_from is not None:
+        verdict = "hidden behind computing" if stream.hidden else "not hidden"
+        tokens = f"{stream.tokens_per_load:,} tokens per load, hidden from {stream.hidden_from:,}"
+        links.append(f"{verdict}: {tokens}")
+    return [*joined(facts), *joined(links)]
 
 
 def memory_lines(plan: RunPlan, profile: Profile) -> Iterator[str]:
@@ -691,6 +719,9 @@ def setting_lines(plan: RunPlan, profile: Profile, machine: Machine) -> Iterator
         (f"{backend.replace('_', ' ')} attention", attention_reason),
         choices["train.compile"],
     ]
+    if plan.stream is not None:
+        value, stream_reason = choices["parallel.stream"]
+        rows.append((f"{value} stream", stream_reason.partition("; ")[0]))  # its figures are above
     if plan.train.activation_checkpointing != "none":
         value, attention_reason = choices["train.activation_checkpointing"]
         rows.append((f"{value} checkpointing", attention_reason))
@@ -825,6 +856,7 @@ class GpuPlan:
             "fits": self.fits,
             "needs_gib": plan.memory.total / GIB if plan else None,
             "precision": plan.train.precision if plan else None,
+            "stream": plan.train.stream if plan else None,
             "micro_batch_size": plan.train.micro_batch_size if plan else None,
             "tokens_per_second": rate
             and {"value": rate[0], "low": rate[1], "high": rate[2], "from": origin},
@@ -841,9 +873,10 @@ def compare_gpus(
     gpu_models: Sequence[Accelerator] = (),
     gpus: int = 1,
     nodes: int = 1,
+    host_memory: int | None = None,
 ) -> list[GpuPlan]:
     """The plans on `gpu_models`, or on every GPU of the table with each of its memory sizes: the fastest that fits
-    first, those that do not fit last.
+    first, those that do not fit last. `host_memory`: bytes of each node; None: what such machines usually have.
 
     Raises UserError when the recipe itself is wrong.
     """
@@ -854,14 +887,16 @@ def compare_gpus(
         memory = device.usable_bytes / GIB
         spec = gpu_spec(device)
         assert spec is not None, f"gpus.toml has no {device.name}"
-        facts_there = facts.on(with_gpu(machine, device))
+        there = with_host_memory(with_gpu(machine, device), host_memory, gpus=gpus)
+        facts_there = facts.on(there)
         try:
             plan = resolve(loaded_recipe, facts_there, gpus=gpus, nodes=nodes)
             results.append(GpuPlan(spec, memory, plan, energy_kwh(plan, facts_there.profile)))
         except UserError as refused:
             results.append(GpuPlan(spec, memory, None, refused=refused.problem))
     if all(gpu.plan is None for gpu in results):
-        resolve(loaded_recipe, facts.on(with_gpu(machine, compared[0])), gpus=gpus, nodes=nodes)
+        first = with_host_memory(with_gpu(machine, compared[0]), host_memory, gpus=gpus)
+        resolve(loaded_recipe, facts.on(first), gpus=gpus, nodes=nodes)
 
     def order(gpu: GpuPlan) -> tuple[int, float]:
         if gpu.plan is None:
@@ -911,6 +946,11 @@ def gpus_page(
         *(_line(gpu) for gpu in results),
         "",
     ]
+    if any(gpu.plan is not None and gpu.plan.stream for gpu in results):
+        lines[-1:] = [
+            "* weights stream from the host's memory; parallel.stream=off plans without",
+            "",
+        ]
     best = (fitting or results)[0]
     if best.plan is not None and best.plan.parallel is not None and best.plan.parallel.remark:
         lines.append(best.plan.parallel.remark)
@@ -932,7 +972,7 @@ def _line(gpu: GpuPlan) -> str:
     needs = f"{gpu.plan.memory.total / GIB:>6.1f}  "
     if not gpu.fits:
         return f"{head}{needs}does not fit"
-    dtype = SHORT_NAMES[gpu.plan.train.precision]
+    dtype = SHORT_NAMES[gpu.plan.train.precision] + ("*" if gpu.plan.stream else "")
     if gpu.rate is None:
         return f"{head}{needs}{dtype:<5}speed unknown"
     value, low, high = (two_digits(rate) for rate in gpu.rate)

@@ -7,7 +7,7 @@ and resolves a recipe for this machine, with the local dataset.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from bloomery.core import Choice
 from bloomery.core.device import is_accelerator
@@ -21,9 +21,9 @@ from bloomery.hardware.calibration import threads
 from bloomery.hardware.dequantizers import dequantizer
 from bloomery.hardware.detect import detect
 from bloomery.hardware.machine import Machine
-from bloomery.hardware.profile import Profile, local_caches, with_gpus
+from bloomery.hardware.profile import Profile, local_caches, with_gpus, with_host_memory
 from bloomery.hardware.specs import find_gpus
-from bloomery.plan import batch, lengths, mesh, rollouts, unsupported
+from bloomery.plan import batch, lengths, mesh, rollouts, streaming, unsupported
 from bloomery.plan.checkpoints import choose_checkpoints, interval_text
 from bloomery.plan.choices import (
     ASKED,
@@ -42,7 +42,7 @@ from bloomery.plan.estimate.activations import gpu_fallback_bytes, keeps_scores
 from bloomery.plan.estimate.measured import StepEstimator, compile_gain
 from bloomery.plan.estimate.mesh import ONE_DEVICE
 from bloomery.plan.estimate.states import TrainedModel
-from bloomery.plan.estimate.step import ReferencePlace, StepShape
+from bloomery.plan.estimate.step import ReferencePlace, StepShape, Stream
 from bloomery.plan.gather import Facts, fetch, gather
 from bloomery.plan.learning_rates import with_usual_values
 from bloomery.plan.routers import counts_first, router_choices, router_plan
@@ -63,6 +63,7 @@ from bloomery.plan.types import (
     RolloutPlan,
     RunPlan,
     SamplePlan,
+    StreamPlan,
     TrainPlan,
 )
 from bloomery.plan.unsupported import refuse_mesh
@@ -173,12 +174,8 @@ def resolve(loaded_recipe: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: 
             pipeline_link=_pipeline_link(recipe, profile, step.parallel),
             device=profile.device.value,
             offload_activations=settings.offload_activations,
-            stream="off" if recipe.parallel.stream == "auto" else recipe.parallel.stream,
-            stream_micro_batches=(
-                1
-                if recipe.parallel.stream_micro_batches == "auto"
-                else recipe.parallel.stream_micro_batches
-            ),
+            stream=step.stream.value,
+            stream_micro_batches=step.micro_batching.step.stream_micro_batches,
         ),
         checkpoint=checkpoints.value,
         eval=EvalPlan(
@@ -206,6 +203,7 @@ def resolve(loaded_recipe: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: 
         environment=profile.environment.value,
         parallel=step.parallel,
         rollout=step.rollout,
+        stream=step.stream_plan,
     )
 
 
@@ -214,7 +212,7 @@ class _Step:
     """The choices about a step that depend on each other.
 
     `scale`: the step in sequences, tokens and epochs. `seconds`: of the step, None where the device's speed is unknown.
-    `parallel`: every layout over several devices, None on one.
+    `parallel`: every layout over several devices, None on one. `stream_plan`: None where all weights are on the device.
     """
 
     tokens: Choice[int]
@@ -229,6 +227,8 @@ class _Step:
     rollout: RolloutPlan | None
     reference: ReferencePlace
     objective: AnyObjective
+    stream: Choice[Stream]
+    stream_plan: StreamPlan | None
 
     @property
     def memory(self) -> MemoryEstimate:
@@ -245,6 +245,20 @@ class _Step:
     @property
     def trained_tokens(self) -> float:
         return self.tokens.value if self.rollout is None else self.rollout.tokens_per_step
+
+
+class _Layout(NamedTuple):
+    """How a step runs on its devices."""
+
+    micro_batching: batch.MicroBatching
+    seconds: Estimate | None
+    parallel: ParallelPlan | None
+    rollout: RolloutPlan | None
+    stream: Choice[Stream]
+    stream_plan: StreamPlan | None
+
+
+SEVERAL_DEVICES = Choice[Stream]("off", "several devices divide the model, or hold copies of it")
 
 
 def _choose_step_and_reference(recipe: Recipe, facts: Facts, *, gpus: int, nodes: int) -> _Step:
@@ -314,14 +328,13 @@ def _choose_step(
         counts_first=counts_first(recipe, config),
     )
 
-    def choose_layout(
-        sequences: int,
-    ) -> tuple[batch.MicroBatching, Estimate | None, ParallelPlan | None, RolloutPlan | None]:
+    def choose_layout(sequences: int) -> _Layout:
         """Micro-batches, seconds and layouts of a step, with its rollout: on one device, or the best of those over
         several.
         """
         moments = rollouts.RolloutMoments.of(recipe, facts, sequences)
         if gpus * nodes > 1:
+            streaming.refuse_stream(recipe, config, profile, devices=gpus * nodes)
             of_device = replace(
                 shape, context=recipe.parallel.context, expert=recipe.parallel.expert
             )
@@ -348,7 +361,7 @@ def _choose_step(
                     split=best.split,
                     step_seconds=best.seconds,
                 )
-            return best.micro_batching, best.seconds, plan, rollout
+            return _Layout(best.micro_batching, best.seconds, plan, rollout, SEVERAL_DEVICES, None)
         unsupported.refuse_context(recipe, config, 1)
 
         def estimated(step: StepShape) -> Estimate | None:
@@ -360,14 +373,26 @@ def _choose_step(
             step_memory = estimator.memory(step)
             return step_memory if moments is None else moments.peak(step, step_memory)
 
-        micro_batching = batch.choose_micro_batching(
-            train,
+        def seconds_of(step: StepShape) -> float | None:
+            estimate = estimated(step)
+            return None if estimate is None else estimate.value
+
+        def choose(of_step: StepShape) -> batch.MicroBatching:
+            settings = train
+            if of_step.stream != "off":
+                settings = train.model_copy(update={"activation_checkpointing": "full"})
+            return batch.choose_micro_batching(
+                settings, of_step, sequences_per_step=sequences, measure=peak, seconds=seconds_of
+            )
+
+        stream, micro_batching, stream_plan = streaming.choose_stream(
+            recipe,
+            config,
+            estimator,
             shape,
-            sequences_per_step=sequences,
-            measure=peak,
-            seconds=lambda step: (
-                estimate.value if (estimate := estimated(step)) is not None else None
-            ),
+            step_tokens=sequences * length,
+            choose=choose,
+            seconds=seconds_of,
         )
         step = micro_batching.step
         seconds = estimated(step)
@@ -381,20 +406,23 @@ def _choose_step(
                 split=ONE_DEVICE,
                 step_seconds=seconds,
             )
-        return micro_batching, seconds, None, rollout
+        return _Layout(micro_batching, seconds, None, rollout, stream, stream_plan)
 
-    micro_batching, seconds, parallel, rollout = choose_layout(scale.sequences_per_step)
+    layout = choose_layout(scale.sequences_per_step)
 
     # An optimizer inside backward frees each gradient at once, so that micro-batches cannot accumulate. Where the
     # recipe leaves the batch open, it becomes the largest micro-batch that fits, and what follows is chosen again.
     open_batch = shape.mode.fused_backward and train.auto_batch
-    if open_batch and micro_batching.micro_batch_size.value < scale.sequences_per_step:
+    if open_batch and layout.micro_batching.micro_batch_size.value < scale.sequences_per_step:
         reason = "optimizer.fused_backward: a step is one micro-batch, the largest that fits"
-        tokens = Choice(micro_batching.step.tokens_per_micro_batch, reason)
+        tokens = Choice(layout.micro_batching.step.tokens_per_micro_batch, reason)
         scale = lengths.scale_of(train.length, length, dataset, tokens.value)
-        micro_batching, seconds, parallel, rollout = choose_layout(scale.sequences_per_step)
+        layout = choose_layout(scale.sequences_per_step)
+    micro_batching, seconds, parallel, rollout, stream, stream_plan = layout
     if rollout is not None:
         seconds = speed.total(rollout.seconds) if rollout.seconds else None
+    if stream_plan is not None:
+        compiled = Choice(False, streaming.UNCOMPILED)
 
     # A run of a wall time has about as many steps as the estimate says; without an estimate they stay unknown.
     step_seconds = seconds.value if seconds else None
@@ -422,6 +450,8 @@ def _choose_step(
         objective=recipe.objective
         if reference == "none"
         else recipe.objective.model_copy(update={"reference": reference}),
+        stream=stream,
+        stream_plan=stream_plan,
     )
 
 
@@ -539,6 +569,7 @@ def _decisions(
     choices |= {
         "train.micro_batch_size": micro_batching.micro_batch_size,
         "train.activation_checkpointing": micro_batching.checkpointing,
+        "parallel.stream": step.stream,
         "train.deterministic": choose_deterministic(recipe, profile),
         "train.device": profile.device,
         "model.score_chunk": micro_batching.score_chunk,
@@ -714,12 +745,17 @@ def local_plan(
     machine: Machine | None = None,
     gpus: int = 1,
     nodes: int = 1,
+    host_memory: int | None = None,
 ) -> tuple[RunPlan, Facts]:
     """The plan and its facts, for `machine` (default: this one), or for that with the named GPU of the table.
 
-    Raises UserError as `local_facts` does, and for settings that this machine does not support.
+    `host_memory`: bytes of a node; None: that of the machine, or of one that usually has such GPUs. Raises
+    UserError as `local_facts` does, and for settings that this machine does not support.
     """
     facts = local_facts(loaded_recipe, machine)
     if gpu is not None:
-        facts = facts.on(with_gpus(facts.machine, find_gpus(gpu)))
+        named = with_gpus(facts.machine, find_gpus(gpu))
+        facts = facts.on(with_host_memory(named, host_memory, gpus=gpus))
+    elif host_memory is not None:
+        facts = facts.on(with_host_memory(facts.machine, host_memory))
     return resolve(loaded_recipe, facts, gpus=gpus, nodes=nodes), facts

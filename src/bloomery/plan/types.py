@@ -436,6 +436,32 @@ class RolloutPlan(PlanPart):
         return samples * (self.prompt_tokens + self.completion_tokens.value)
 
 
+class StreamPlan(PlanPart):
+    """Weights that live in the host's memory and stream through the device.
+
+    `micro_batches`: that a layer computes when it has been loaded. `buffer_bytes`: of the layers on the device.
+    `host_bytes`: on the host, by what holds them; `pinned_bytes`: of them, what cannot be swapped out. Copies of a
+    step: `loaded_bytes` to the device, `sent_bytes` to the host. `hidden_from`: tokens of a load from which no copy
+    takes longer than the computing beside it; None: the device's speed is unknown.
+    """
+
+    micro_batches: PositiveInt = 1
+    buffer_bytes: float
+    host_bytes: dict[str, float]
+    pinned_bytes: float
+    host_limit: float
+    loaded_bytes: float
+    sent_bytes: float
+    tokens_per_load: PositiveInt
+    hidden_from: int | None = None
+    link: str = ""  # with its rate and where that is from; "": unknown
+
+    @property
+    def hidden(self) -> bool | None:
+        """Whether copies take no longer than the computing beside them; None: unknown."""
+        return None if self.hidden_from is None else self.tokens_per_load >= self.hidden_from
+
+
 class RunPlan(PlanPart):
     """Everything a run executes. Stored as `plan.json`; `PlanReport` adds the figures of its page."""
 
@@ -466,6 +492,7 @@ class RunPlan(PlanPart):
     recovered: tuple[str, ...] = ()
     parallel: ParallelPlan | None = None  # None: one device
     rollout: RolloutPlan | None = None  # None: steps read the dataset
+    stream: StreamPlan | None = None  # None: all weights are on the device
 
     @property
     def step_memory(self) -> MemoryEstimate:

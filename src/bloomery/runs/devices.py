@@ -129,8 +129,11 @@ def planned_report(
     devices: str | None = None,
     gpus: int = 1,
     nodes: int = 1,
+    host_memory: int | None = None,
 ) -> "tuple[PlanReport, Machine]":
     """The plan of a recipe and its machine: this one with the devices that training would choose, or that of `gpu`.
+
+    `host_memory`: bytes of a node, where they are not those of this machine.
 
     Raises UserError where no GPU is here of which several are to be planned, and as `local_plan` does.
     """
@@ -152,7 +155,14 @@ def planned_report(
         detected = with_cpu_check(selected)
 
     # The plan's machine has the GPU of --gpu, where that is named.
-    plan, facts = local_plan(loaded_recipe, gpu=gpu, machine=detected, gpus=num_gpus, nodes=nodes)
+    plan, facts = local_plan(
+        loaded_recipe,
+        gpu=gpu,
+        machine=detected,
+        gpus=num_gpus,
+        nodes=nodes,
+        host_memory=host_memory,
+    )
     return advise(loaded_recipe, plan, facts), facts.machine
 
 

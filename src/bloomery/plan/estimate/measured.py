@@ -4,13 +4,14 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 
 from pydantic import TypeAdapter, ValidationError
 
 from bloomery.core.units import GIB
 from bloomery.facts.config import ModelConfig
 from bloomery.hardware.calibration import OWN, Calibration, Point, calibrations
+from bloomery.hardware.host_links import HostLink, host_link
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile
 from bloomery.plan.estimate.kernels import kernel_runs, score_seconds
@@ -19,6 +20,8 @@ from bloomery.plan.estimate.mode import FULL
 from bloomery.plan.estimate.speed import Rate, device_rate, step_parts, total, work_of
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import StepShape
+from bloomery.plan.estimate.stream_time import streamed_parts
+from bloomery.plan.estimate.streaming import passes_over
 from bloomery.plan.types import Estimate, MemoryEstimate, RunPlan
 from bloomery.recipe.schema import Recipe
 
@@ -212,6 +215,8 @@ def measured_step(measurement: NearestMeasurement, step: StepShape) -> StepShape
         score_chunk=point.micro_batch_size * point.sequence_length,
         context=1,
         reference="none",
+        stream="off",
+        stream_micro_batches=1,
     )
 
 
@@ -276,6 +281,8 @@ class StepEstimator:
         def table(other_step: StepShape) -> MemoryEstimate:
             return estimate_memory(other_step, limit=self.limit)
 
+        if step.stream != "off":  # nobody measures a device that holds a part of the model
+            return table(step)
         return corrected_memory(table(step), step, self.measurements, memory=table)
 
     def rate(self, step: StepShape) -> Rate | None:
@@ -308,7 +315,19 @@ class StepEstimator:
             return None if parts is None else total(parts).value
 
         parts = table(step, tokens)
-        return None if parts is None else corrected(parts, step, self.measurements, seconds=seconds)
+        if parts is None:
+            return None
+        parts = corrected(parts, step, self.measurements, seconds=seconds)
+        link = self.host_link
+        if step.stream == "off" or link is None:
+            return parts
+        work = work_of(step, tokens=tokens, clips=self.clips)
+        return streamed_parts(parts, step, work.update, passes_over(step, tokens), link)
+
+    @cached_property
+    def host_link(self) -> HostLink | None:
+        """None where the device shares the memory of its host, and where the table has no link of it."""
+        return host_link(self.profile, self.machine)
 
 
 def _limit_of(profile: Profile, machine: Machine) -> float:

@@ -8,6 +8,12 @@ from bloomery.facts.counting import parameter_count
 from bloomery.plan.estimate.moments import StepMoment, moments
 from bloomery.plan.estimate.reference import reference_bytes
 from bloomery.plan.estimate.step import StepShape
+from bloomery.plan.estimate.streaming import (
+    in_full,
+    resident_weight_bytes,
+    ring_bytes,
+    streamed_moments,
+)
 from bloomery.plan.types import MemoryEstimate, Origin
 
 # Half the interval of an estimate from shapes alone.
@@ -77,7 +83,8 @@ def document_lengths(length: int) -> int:
 
 def tensor_bytes(step: StepShape) -> dict[str, float]:
     """Bytes of live tensors at the peak, without allocator and runtime."""
-    return tensors_at(step, max(moments(step), key=lambda moment: moment.total))
+    all_moments = moments(step) if step.stream == "off" else streamed_moments(step)
+    return tensors_at(step, max(all_moments, key=lambda moment: moment.total))
 
 
 def tensors_at(step: StepShape, moment: StepMoment) -> dict[str, float]:
@@ -86,6 +93,12 @@ def tensors_at(step: StepShape, moment: StepMoment) -> dict[str, float]:
     mode = step.mode
     is_offloaded = mode.offload and step.on_gpu
     parts = {"weights": model.weight_bytes(step.precision)}
+    if step.stream != "off":
+        is_offloaded = is_offloaded or in_full(step)
+        parts = {
+            "weights": resident_weight_bytes(step),
+            "layer buffers": float(ring_bytes(step)),
+        }
     if mode.frozen:
         parts["adapter"] = model.adapter_bytes
     parts["gradients"] = moment.gradients

@@ -7,6 +7,7 @@ from bloomery.facts.config import ModelConfig
 from bloomery.plan.estimate.mode import TrainingMode, setting_of
 from bloomery.plan.estimate.states import TrainedModel, element_bytes_of, weight_bytes_of
 
+Stream = Literal["off", "layers", "experts"]
 ReferencePlace = Literal["none", "device", "host", "nf4"]  # nf4: on the device
 
 
@@ -37,6 +38,9 @@ class StepShape:
     # A step of several micro-batches begins with a forward of the layers that counts the load of experts.
     counts_first: bool = False
     reference: ReferencePlace = "none"  # where a frozen copy of the start is
+    # Weights that live in the host's memory, and the micro-batches that a layer computes when it has been loaded.
+    stream: Stream = "off"
+    stream_micro_batches: int = 1
     loss_share: float = 1.0  # loss tokens over all tokens: for time; memory assumes all
 
     @property

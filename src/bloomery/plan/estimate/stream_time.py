@@ -1,0 +1,224 @@
+"""Seconds of a step whose weights stream: two queues, the device's kernels and the copies between it and the host."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from bloomery.hardware.host_links import HostLink
+from bloomery.plan.estimate.activations import recomputed_shares
+from bloomery.plan.estimate.queues import Task, busy_seconds, finish_times
+from bloomery.plan.estimate.speed import FLASH_BACKWARD, attention_flops, rule_flops
+from bloomery.plan.estimate.states import TrainedLayer
+from bloomery.plan.estimate.step import StepShape
+from bloomery.plan.estimate.streaming import in_full, passes_of_step, streamed_by_layer
+from bloomery.plan.types import Estimate
+
+WAITING = "waiting for weights"  # a part of a step's seconds
+HOST_PARTS = ("optimizer",)  # of a model that is trained in full
+SIMULATED_PASSES = 3  # all later ones are alike
+ADDED = 3  # bytes moved per byte of a gradient that is added to another on the host
+
+End = Literal["low", "value", "high"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSeconds:
+    """Of a micro-batch: forward and backward of each layer, the latter with what it computes again; and the head."""
+
+    forward: list[float]
+    backward: list[float]
+    head: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamedStep:
+    """`seconds` of the passes of a step over the layers, of which the device computes in `computing`; and of the update
+    on the host, which follows them.
+    """
+
+    seconds: float
+    computing: float
+    update: float
+
+    @property
+    def waiting(self) -> float:
+        return max(0.0, self.seconds - self.computing)
+
+
+def layer_seconds(step: StepShape, device_seconds: float) -> LayerSeconds:
+    """`device_seconds` of a micro-batch, shared out by FLOPs."""
+    recomputed = recomputed_shares(step.checkpointing, step.model.layer_numbers)
+
+    def flops_of(layer: TrainedLayer) -> tuple[float, float]:
+        """Per token: forward, and backward without recomputation."""
+        products = 2.0 * layer.layer.active_products
+        adapter = 2.0 * layer.adapter_values
+        mixing = attention_flops(step, layer) + rule_flops(step, layer)
+        gradients = products if layer.trained else 0.0
+        return (
+            products + adapter + mixing,
+            products + gradients + 2 * adapter + FLASH_BACKWARD * mixing,
+        )
+
+    by_layer = step.model.by_layer(flops_of)
+    forward = [flops for flops, _ in by_layer]
+    backward = [
+        flops + share * again for (again, flops), share in zip(by_layer, recomputed, strict=True)
+    ]
+    forward = [(1 + step.extra_forwards + int(step.counts_first)) * flops for flops in forward]
+    chunked = step.score_chunk < step.tokens_per_micro_batch
+    head = 2.0 * step.head_outputs * step.config.hidden_size * step.loss_share
+    head *= 2 + step.model.trains_head + chunked + step.extra_forwards
+    share = device_seconds / (sum(forward) + sum(backward) + head)
+    return LayerSeconds(
+        forward=[share * flops for flops in forward],
+        backward=[share * flops for flops in backward],
+        head=share * head,
+    )
+
+
+def stream_tasks(
+    step: StepShape, times: LayerSeconds, passes: int, link: HostLink, *, faster: float = 1.0
+) -> tuple[list[Task], list[int]]:
+    """The tasks of a step's passes in the order in which they are queued, and the last of each pass on the device.
+
+    A copy begins when the work that was queued before is over. Of a model that is trained in full gradients follow each
+    layer to the host, which adds them to earlier ones: no more than STREAM_STAGED layers are on their way.
+    """
+    sizes = streamed_by_layer(step)
+    full = in_full(step)
+    num_micro_batches = step.stream_micro_batches
+    to_device = (link.both_gbs if full else link.to_device_gbs) * 1e9 * faster
+    alone = link.to_device_gbs * 1e9 * faster
+    from_device = link.both_gbs * 1e9 * faster
+    gradient_bytes = [0.0] * len(sizes)
+    if full:
+        gradient_bytes = step.model.by_layer(
+            lambda layer: step.model.layer_trainable_bytes(layer, step.precision)
+        )
+
+    tasks = list[Task]()
+    arrivals = dict[int, int]()
+    staged = list[int]()
+    ends = list[int]()
+    computed: tuple[int, ...] = ()  # the last task of the device
+    settled: tuple[int, ...] = ()  # the last addition on the host, for which later launches wait
+
+    def run(queue: str, seconds: float, after: tuple[int, ...]) -> int:
+        tasks.append(Task(queue, seconds, after))
+        return len(tasks) - 1
+
+    uses_by_pass = passes_of_step(
+        len(sizes),
+        passes,
+        extra_forwards=step.extra_forwards + int(step.counts_first),
+    )
+    for number, uses in enumerate(uses_by_pass):
+        for position, use in enumerate(uses):
+            for layer in use.loads:
+                rate = to_device if use.is_backward else alone
+                arrivals[layer] = run("to device", sizes[layer] / rate, computed)
+            if use.is_backward and not uses[position - 1].is_backward:
+                computed = (run("device", num_micro_batches * times.head, computed),)
+            forwards = 1 + step.extra_forwards + int(step.counts_first)
+            seconds = (
+                times.backward[use.layer]
+                if use.is_backward
+                else times.forward[use.layer] / forwards
+            )
+            arrived = (arrivals[use.layer],)
+            computed = (run("device", num_micro_batches * seconds, (*arrived, *settled)),)
+            if use.is_backward and full:
+                sent = run("from device", gradient_bytes[use.layer] / from_device, computed)
+                staged.append(sent)
+                if len(staged) > 2:
+                    adding = number > 0 or num_micro_batches > 1
+                    moved = ADDED * gradient_bytes[use.layer] if adding else 0.0
+                    settled = (run("host", moved / (link.host_gbs * 1e9), (staged.pop(0),)),)
+        ends.append(computed[0])
+    return tasks, ends
+
+
+def streamed_step(
+    step: StepShape,
+    device_seconds: float,
+    update_bytes: float,
+    passes: int,
+    link: HostLink,
+    *,
+    faster: float = 1.0,
+) -> StreamedStep:
+    """`device_seconds`: of all passes. `update_bytes`: that an update on the host moves. `faster`: the link."""
+    times = layer_seconds(step, device_seconds / (passes * step.stream_micro_batches))
+    simulated = min(passes, SIMULATED_PASSES)
+    tasks, ends = stream_tasks(step, times, simulated, link, faster=faster)
+    finished = finish_times(tasks)
+    seconds = max(finished)
+    if passes > simulated:
+        seconds += (passes - simulated) * (finished[ends[-1]] - finished[ends[-2]])
+    computing = busy_seconds(tasks, "device") * passes / simulated
+    update = update_bytes / (link.host_gbs * 1e9) if in_full(step) else 0.0
+    return StreamedStep(seconds=seconds, computing=computing, update=update)
+
+
+def streamed_parts(
+    parts: Mapping[str, Estimate],
+    step: StepShape,
+    update_bytes: float,
+    passes: int,
+    link: HostLink,
+) -> dict[str, Estimate]:
+    """The seconds of a step by part, from those of the same step with all weights on the device."""
+    on_device = {
+        name: part for name, part in parts.items() if not (in_full(step) and name in HOST_PARTS)
+    }
+    ends: dict[End, tuple[float, float]] = {}
+    links: tuple[tuple[End, float], ...] = (
+        ("low", link.spread),
+        ("value", 1.0),
+        ("high", 1 / link.spread),
+    )
+    for end, faster in links:
+        seconds = sum(getattr(part, end) for part in on_device.values())
+        result = streamed_step(step, seconds, update_bytes, passes, link, faster=faster)
+        ends[end] = result.waiting, result.update / faster
+    origin = next(iter(parts.values())).origin
+    by = next(iter(parts.values())).by
+    streamed = dict(on_device)
+    # A slower device hides more of a copy: the ends of the range change places.
+    waits = sorted(waiting for waiting, _ in ends.values())
+    streamed[WAITING] = Estimate(
+        value=ends["value"][0], low=waits[0], high=waits[-1], origin=origin, by=by
+    )
+    if in_full(step):
+        streamed["optimizer"] = Estimate(
+            value=ends["value"][1],
+            low=ends["low"][1],
+            high=ends["high"][1],
+            origin=origin,
+            by=by,
+        )
+    return streamed
+
+
+def hidden_from(step: StepShape, device_seconds: float, link: HostLink) -> int:
+    """The tokens of a load from which on no copy is longer than the work beside it.
+
+    `device_seconds`: of a micro-batch. In forward the next layer arrives while one computes; in backward, which
+    computes more, gradients leave at the same time where all weights are trained.
+    """
+    times = layer_seconds(step, device_seconds)
+    tokens = step.tokens_per_micro_batch
+    sizes = streamed_by_layer(step)
+    full = in_full(step)
+    most = 0.0
+    forwards = 1 + step.extra_forwards + int(step.counts_first)
+    for size, forward, backward in zip(sizes, times.forward, times.backward, strict=True):
+        in_backward = size / ((link.both_gbs if full else link.to_device_gbs) * 1e9)
+        most = max(
+            most,
+            size / (link.to_device_gbs * 1e9) / (forward / forwards) * tokens,
+            in_backward / backward * tokens,
+        )
+    return math.ceil(most)

@@ -1,0 +1,248 @@
+"""Bytes of weights that live in the host's memory: on the device, on the host, and over the link between them.
+
+The tensors are those of `parallel.streamed`: the device has a ring of buffers, each as large as the largest layer.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from bloomery.core.units import MIB
+from bloomery.facts.counting import Shape, is_expert_stack, is_layer_matrix
+from bloomery.facts.limits import STREAM_BUFFERS, STREAM_STAGED, aligned_bytes, buffer_bytes
+from bloomery.plan.estimate.activations import kept_by_layer, last_norm_bytes
+from bloomery.plan.estimate.moments import StepMoment, moments
+from bloomery.plan.estimate.states import TrainedLayer, stays_float32
+from bloomery.plan.estimate.step import StepShape
+
+# Host memory of the process beside weights and states: interpreter, PyTorch, the GPU's runtime, batches.
+HOST_RUNTIME = 2048 * MIB
+
+
+def in_full(step: StepShape) -> bool:
+    """Whether all parameters live on the host; with an adapter those that are frozen do."""
+    return not step.mode.frozen
+
+
+def layer_tensors(step: StepShape, layer: TrainedLayer) -> list[int]:
+    """Bytes of each tensor of a layer that streams."""
+    return [
+        size
+        for name, shape in layer.layer.shapes
+        if step.stream == "layers" or is_expert_stack(name)
+        if in_full(step) or name not in layer.trained
+        for size in _tensor_bytes(step, layer, name, shape)
+    ]
+
+
+def _tensor_bytes(step: StepShape, layer: TrainedLayer, name: str, shape: Shape) -> tuple[int, ...]:
+    """Of a parameter; of a quantized one those of its codes, scales, and scales of scales."""
+    count = math.prod(shape)
+    mode = step.mode
+    if name in layer.trained:
+        return (count * step.weight_bytes,)
+    whole_name = f"{layer.layer.name}.{name}"
+    if mode.quantize_kind != "none" and is_layer_matrix(whole_name, shape):
+        return buffer_bytes(count, mode.quantize_kind, mode.double_quant)
+    is_float32 = step.precision == "float16" and stays_float32(whole_name)
+    return (count * (4 if is_float32 else step.element_bytes),)
+
+
+def streamed_by_layer(step: StepShape) -> list[int]:
+    """Bytes of each layer that are copied to the device in one piece."""
+    return step.model.by_layer(
+        lambda layer: sum(aligned_bytes(size) for size in layer_tensors(step, layer))
+    )
+
+
+def ring_bytes(step: StepShape) -> int:
+    """Of the buffers on the device."""
+    return STREAM_BUFFERS * max(streamed_by_layer(step))
+
+
+def resident_weight_bytes(step: StepShape) -> float:
+    """Of the weights that are on the device all the time: of a model that is trained in full, copies."""
+    streamed = sum(step.model.by_layer(lambda layer: sum(layer_tensors(step, layer))))
+    return max(0.0, step.model.weight_bytes(step.precision) - streamed)
+
+
+def streamed_moments(step: StepShape) -> Iterator[StepMoment]:
+    """The moments of `moments` on the device, whose weights and optimizer states are counted elsewhere.
+
+    Several micro-batches of a load wait at each border of layers: forward's inputs, and in backward their gradients.
+    Of a model that is trained in full, gradients of the layer and of those on their way to the host are on the device,
+    and those of what is no layer.
+    """
+    plain = replace(step, stream="off", stream_micro_batches=1)
+    forward, logits, *layer_moments, embeddings, update = moments(plain)
+    kept_bytes = kept_by_layer(plain)
+    if step.offload_activations:
+        kept_bytes = [0.0] * (len(kept_bytes) - 2) + kept_bytes[-2:]
+    waiting = step.stream_micro_batches - 1
+    stream_bytes = step.tokens_per_micro_batch * step.config.hidden_size * step.residual_bytes
+    ends = forward.activations - sum(kept_bytes)
+    all_waiting = waiting * (sum(kept_bytes) + ends + stream_bytes)
+    layer_gradients = [0.0] * len(kept_bytes)
+    accumulated = head = sent = 0.0
+    if in_full(step):
+        model = step.model
+        layer_gradients = model.by_layer(
+            lambda layer: model.layer_trainable_bytes(layer, step.precision)
+        )
+        outer = model.trainable_bytes(step.precision) - sum(layer_gradients)
+        head = logits.gradients if not step.accumulating else outer
+        accumulated = outer if step.accumulating else 0.0
+        sent = STREAM_STAGED * max(layer_gradients) if step.accumulating else 0.0
+
+    def at(moment: StepMoment, activations: float, gradients: float, copies: float) -> StepMoment:
+        if not in_full(step):
+            return replace(moment, activations=moment.activations + activations)
+        return replace(
+            moment,
+            activations=moment.activations + activations,
+            gradients=gradients,
+            copies=copies,
+        )
+
+    copies = max(moment.copies for moment in layer_moments)
+    yield at(forward, all_waiting, accumulated + sent, copies)
+    yield at(logits, all_waiting, head + sent, 0.0)
+
+    # Layers from the last to the first. Gradients of a layer leave together, when the last of them is there.
+    kept_before = sum(kept_bytes)
+    on_their_way = [sent / STREAM_STAGED] * STREAM_STAGED
+    for index, moment in zip(reversed(range(len(kept_bytes))), layer_moments, strict=True):
+        kept_before -= kept_bytes[index]
+        others = waiting * (kept_before + kept_bytes[index] + ends + stream_bytes)
+        gradients = head + sum(on_their_way)
+        yield at(moment, others, gradients, moment.copies)
+        if in_full(step):
+            borders = kept_before + kept_bytes[index] + ends - last_norm_bytes(step)
+            yield StepMoment(
+                gradients=gradients + layer_gradients[index],
+                activations=borders + others,
+                temporaries=stream_bytes,
+            )
+            on_their_way = [*on_their_way, layer_gradients[index]][-STREAM_STAGED:]
+    if not in_full(step):
+        yield embeddings
+        yield update
+        return
+    sent = sum(on_their_way)
+    yield at(embeddings, 0.0, accumulated + embeddings.temporaries + sent, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostMemory:
+    """Bytes on the host, by what holds them; `pinned`: of them, those that cannot be swapped out."""
+
+    parts: dict[str, float]
+    pinned: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+def host_memory(step: StepShape) -> HostMemory:
+    """What a step of streamed weights holds on the host."""
+    model = step.model
+    streamed = streamed_by_layer(step)
+    weights = float(sum(streamed))
+    if not in_full(step):
+        return HostMemory(parts={"weights": weights, "runtime": HOST_RUNTIME}, pinned=weights)
+    weights += resident_weight_bytes(step)
+    gradients = model.trainable_bytes(step.precision)
+    staged = STREAM_STAGED * max(
+        model.by_layer(lambda layer: model.layer_trainable_bytes(layer, step.precision))
+    )
+    parts = {
+        "weights": weights,
+        "gradients": gradients + staged,
+        "optimizer states": model.optimizer_bytes(step.optimizer, step.precision),
+        "runtime": HOST_RUNTIME,
+    }
+    return HostMemory(parts=parts, pinned=weights + gradients + staged)
+
+
+# Loads: which layers are copied, in the order of use.
+
+
+class LoadOrder:
+    """Which layers a ring of buffers must copy, as `parallel.streamed.LayerRing` does: what was used longest ago goes.
+
+    Layers are asked for one after the other, each with the one that comes next.
+    """
+
+    def __init__(self) -> None:
+        self._layers = list[int | None]([None] * STREAM_BUFFERS)
+        self._used = [-1] * STREAM_BUFFERS
+        self._uses = 0
+
+    def load(self, layer: int, upcoming: int | None) -> list[int]:
+        """The layers whose copies begin here, in order: one that is needed now, one that is needed next."""
+        begun = []
+        if layer not in self._layers:
+            self._begin(layer, keep=None)
+            begun.append(layer)
+        self._uses += 1
+        slot = self._layers.index(layer)
+        self._used[slot] = self._uses
+        if upcoming is not None and upcoming not in self._layers:
+            self._begin(upcoming, keep=slot)
+            begun.append(upcoming)
+        return begun
+
+    def _begin(self, layer: int, keep: int | None) -> None:
+        slots = [slot for slot in range(STREAM_BUFFERS) if slot != keep]
+        slot = min(
+            slots, key=lambda slot: self._used[slot] if self._layers[slot] is not None else -1
+        )
+        self._layers[slot] = layer
+
+
+@dataclass(frozen=True)
+class Use:
+    """A layer computes: `loads` are the copies that begin when the work before it is over."""
+
+    layer: int
+    is_backward: bool
+    loads: tuple[int, ...]
+
+
+def passes_over(step: StepShape, tokens: int) -> int:
+    """How often all layers are loaded for so many tokens of a device."""
+    return max(1, round(tokens / (step.tokens_per_micro_batch * step.stream_micro_batches)))
+
+
+def uses_of_pass(order: LoadOrder, num_layers: int, *, extra_forwards: int) -> list[Use]:
+    """Forward and backward of all layers."""
+    uses = list[Use]()
+    for remaining in reversed(range(1 + extra_forwards)):
+        after_last = 0 if remaining else None
+        for layer in range(num_layers):
+            upcoming = layer + 1 if layer + 1 < num_layers else after_last
+            uses.append(Use(layer, False, tuple(order.load(layer, upcoming))))
+    for layer in reversed(range(num_layers)):
+        upcoming = layer - 1 if layer > 0 else None
+        uses.append(Use(layer, True, tuple(order.load(layer, upcoming))))
+    return uses
+
+
+def passes_of_step(num_layers: int, passes: int, *, extra_forwards: int = 0) -> list[list[Use]]:
+    """The uses of each pass over the layers in a step, which begins with no layer on the device."""
+    order = LoadOrder()
+    return [uses_of_pass(order, num_layers, extra_forwards=extra_forwards) for _ in range(passes)]
+
+
+def loads_of_step(num_layers: int, passes: int, *, extra_forwards: int = 0) -> list[int]:
+    """How often each layer is copied to the device in a step."""
+    # All passes after the second are alike.
+    counted = passes_of_step(num_layers, min(passes, 2), extra_forwards=extra_forwards)
+    loads = [0] * num_layers
+    for number, uses in enumerate(counted):
+        times = passes - 1 if number == 1 else 1
+        for use in uses:
+            for layer in use.loads:
+                loads[layer] += times
+    return loads

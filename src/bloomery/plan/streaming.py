@@ -1,0 +1,263 @@
+"""Whether weights live in the host's memory and stream through the device: the choice, its reasons and its figures."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from bloomery.core import Choice
+from bloomery.core.errors import UserError
+from bloomery.core.units import format_bytes
+from bloomery.facts.config import ModelConfig
+from bloomery.hardware.machine import Machine
+from bloomery.hardware.profile import Profile
+from bloomery.plan.batch import MicroBatching
+from bloomery.plan.choices import ASKED
+from bloomery.plan.estimate.measured import StepEstimator
+from bloomery.plan.estimate.speed import total
+from bloomery.plan.estimate.step import StepShape, Stream
+from bloomery.plan.estimate.stream_time import hidden_from
+from bloomery.plan.estimate.streaming import (
+    host_memory,
+    in_full,
+    loads_of_step,
+    passes_over,
+    ring_bytes,
+    streamed_by_layer,
+)
+from bloomery.plan.types import RunPlan, StreamPlan
+from bloomery.recipe.objectives import Rollouts
+from bloomery.recipe.schema import Peft, Recipe
+
+KEY = "parallel.stream"
+STREAMED_NEED = "weights that stream need"
+# Of the time with all weights on the device, below which streaming is chosen where both fit: the estimate does not tell
+# apart what is closer.
+WORTH = 0.9
+FITS = "all weights fit on the device"
+RECOMPUTED = "weights stream: each layer is computed again in backward, from its input"
+UNCOMPILED = "weights stream: a layer's weights are in another buffer each time"
+
+
+def refusals(
+    recipe: Recipe, config: ModelConfig, profile: Profile, *, devices: int
+) -> Iterator[tuple[str, str]]:
+    """Why weights do not stream, with the fix; the first is the one to name."""
+    device = profile.accelerator
+    if device is None:
+        yield "the weights of a CPU are in the host's memory already", f"set {KEY}=off"
+    elif device.integrated:
+        yield f"{device.name} and the CPU have one memory", f"set {KEY}=off"
+    if devices > 1:
+        yield "not supported yet: several devices", f"set {KEY}=off, or train on one device"
+    if config.transformers_backend is not None:
+        yield "not supported for the transformers implementation", f"set {KEY}=off"
+    if isinstance(recipe.adapter, Peft):
+        yield "PEFT's methods change the modules of layers", f"set {KEY}=off, or adapter.kind=lora"
+    if isinstance(recipe.objective, Rollouts):
+        yield "not supported yet: completions that are sampled in training", f"set {KEY}=off"
+    if recipe.optimizer.fused_backward:
+        yield (
+            "an optimizer inside backward updates weights on the device, and these are on the host",
+            "set optimizer.fused_backward=false",
+        )
+    if recipe.train.activation_checkpointing not in ("auto", "full"):
+        yield (
+            "each layer is computed again in backward, when it has been loaded once more",
+            "set train.activation_checkpointing=full",
+        )
+    if recipe.train.compile is True:
+        yield "the weights of a layer are in another buffer each time", "set train.compile=auto"
+
+
+def refuse_stream(recipe: Recipe, config: ModelConfig, profile: Profile, *, devices: int) -> None:
+    """Raises UserError where the recipe asks for weights that stream, and something else in it excludes them."""
+    stream = recipe.parallel.stream
+    if stream in ("auto", "off"):
+        return
+    for reason, fix in refusals(recipe, config, profile, devices=devices):
+        raise UserError(
+            f"weights cannot stream: {reason}", where=f"{KEY}={stream}", fix=fix, code=2
+        )
+    if stream == "experts" and config.experts is None:
+        problem = "the model has no experts that could stream"
+        raise UserError(problem, where=f"{KEY}=experts", fix=f"set {KEY}=layers", code=2)
+    if stream == "experts" and recipe.adapter.kind == "none":
+        problem = "only frozen experts stream: this recipe trains them"
+        raise UserError(problem, where=f"{KEY}=experts", fix=f"set {KEY}=layers", code=2)
+
+
+def _streamed(
+    shape: StepShape,
+    stream: Stream,
+    estimator: StepEstimator,
+    *,
+    step_tokens: int,
+    choose: Callable[[StepShape], MicroBatching],
+) -> tuple[MicroBatching, StreamPlan]:
+    """The step with weights that stream."""
+    micro_batching = choose(replace(shape, stream=stream, compiled=False))
+    micro_batching = replace(micro_batching, checkpointing=Choice("full", RECOMPUTED))
+    step = micro_batching.step
+    return micro_batching, stream_plan(step, estimator, step_tokens=step_tokens)
+
+
+def stream_plan(step: StepShape, estimator: StepEstimator, *, step_tokens: int) -> StreamPlan:
+    """The figures of weights that stream."""
+    host = host_memory(step)
+    sizes = streamed_by_layer(step)
+    passes = passes_over(step, step_tokens)
+    full = in_full(step)
+    loads = loads_of_step(
+        len(sizes),
+        passes,
+        extra_forwards=step.extra_forwards + int(step.counts_first),
+    )
+    gradients = step.model.trainable_bytes(step.precision) if full else 0.0
+    tokens_per_load = step.tokens_per_micro_batch * step.stream_micro_batches
+    link = estimator.host_link
+    hidden = None
+    of_micro_batch = replace(step, stream="off", stream_micro_batches=1)
+    parts = estimator.step_parts(of_micro_batch, step.tokens_per_micro_batch)
+    if link is not None and parts is not None:
+        on_device = {name: part for name, part in parts.items() if name != "optimizer"}
+        hidden = hidden_from(step, total(on_device).value, link)
+    return StreamPlan(
+        micro_batches=step.stream_micro_batches,
+        buffer_bytes=float(ring_bytes(step)),
+        host_bytes=host.parts,
+        pinned_bytes=host.pinned,
+        host_limit=float(estimator.machine.host.memory_free_bytes),
+        loaded_bytes=float(sum(size * count for size, count in zip(sizes, loads, strict=True))),
+        sent_bytes=gradients * passes,
+        tokens_per_load=tokens_per_load,
+        hidden_from=hidden,
+        link="" if link is None else link.text,
+    )
+
+
+def host_problem(plan: StreamPlan, machine: Machine) -> str:
+    """What the host lacks; "" where it has enough."""
+    needed = sum(plan.host_bytes.values())
+    if needed <= plan.host_limit:
+        return ""
+    origin = {"assumed": ", assumed", "set": ", as set"}.get(machine.host.memory_origin, "")
+    return (
+        f"{STREAMED_NEED} {format_bytes(needed)} of host memory, of"
+        f" {format_bytes(machine.host.memory_bytes)}{origin}, {format_bytes(plan.host_limit)} free"
+    )
+
+
+def ways_out(recipe: Recipe, plan: StreamPlan) -> str:
+    """What to set where the host's memory does not suffice."""
+    ways = []
+    if recipe.adapter.kind != "none" and recipe.quantize.kind == "none":
+        ways.append("quantize.kind=nf4, which takes a quarter")
+    if recipe.adapter.kind == "none":
+        states = plan.host_bytes.get("optimizer states", 0.0)
+        if recipe.optimizer.state_dtype != "int8" and states:
+            ways.append("optimizer.state_dtype=int8")
+        if recipe.train.precision != "bfloat16-pure":
+            ways.append("train.precision=bfloat16-pure")
+        ways.append("adapter.kind=lora")
+    ways.append(f"{KEY}=off")
+    return "set " + ", or ".join(ways)
+
+
+def small_host(recipe: Recipe, plan: RunPlan) -> Iterator[str]:
+    """Of a run that does not fit: what the host lacks for weights that stream."""
+    reason = next((choice.reason for choice in plan.choices if choice.key == KEY), "")
+    if not plan.fits and recipe.parallel.stream == "auto" and reason.startswith(STREAMED_NEED):
+        yield f"{reason}; a machine with more could train it"
+
+
+def refuse_small_host(recipe: Recipe, plan: StreamPlan, machine: Machine) -> None:
+    """Raises UserError where the recipe asks for weights that stream, and the host has no room for them."""
+    if problem := host_problem(plan, machine):
+        raise UserError(
+            problem,
+            where=f"{KEY}={recipe.parallel.stream}",
+            fix=ways_out(recipe, plan),
+            code=2,
+        )
+
+
+class StreamChoice(NamedTuple):
+    """Where the weights of a step live, with the reason. `plan`: the figures of those that stream, None without any."""
+
+    choice: Choice[Stream]
+    micro_batching: MicroBatching
+    plan: StreamPlan | None
+
+
+def choose_stream(
+    recipe: Recipe,
+    config: ModelConfig,
+    estimator: StepEstimator,
+    shape: StepShape,
+    *,
+    step_tokens: int,
+    choose: Callable[[StepShape], MicroBatching],
+    seconds: Callable[[StepShape], float | None],
+) -> StreamChoice:
+    """Weights on the device where they fit, unless streaming them is faster; else the kind of streaming that fits.
+
+    `shape`: the step with all weights on the device. `choose`: the micro-batches of a step; `seconds`: of a step, None
+    where the device's speed is unknown. `auto` comes after all else that the plan chooses by itself: checkpointing,
+    micro-batches, logits in chunks. Raises UserError where the recipe asks for what its host has no room for.
+    """
+    stream = recipe.parallel.stream
+    machine = estimator.machine
+    profile = estimator.profile
+    refuse_stream(recipe, config, profile, devices=1)
+    if stream in ("layers", "experts"):
+        micro_batching, plan = _streamed(
+            shape, stream, estimator, step_tokens=step_tokens, choose=choose
+        )
+        refuse_small_host(recipe, plan, machine)
+        reason = f"{ASKED}; {figures(plan)}"
+        return StreamChoice(Choice(stream, reason), micro_batching, plan)
+
+    resident = choose(shape)
+
+    def stays(reason: str) -> StreamChoice:
+        return StreamChoice(Choice("off", reason), resident, None)
+
+    if stream == "off":
+        return stays(ASKED)
+    refusal = next(refusals(recipe, config, profile, devices=1), None)
+    if refusal is not None:
+        return stays(refusal[0])
+    # What streams is computed again in backward: only larger micro-batches can make up for it.
+    fits_in_large = resident.step.checkpointing == "none" or not resident.step.accumulating
+    if resident.memory.fits and fits_in_large:
+        return stays(FITS)
+    micro_batching, plan = _streamed(
+        shape, "layers", estimator, step_tokens=step_tokens, choose=choose
+    )
+    problem = host_problem(plan, machine)
+    fits = micro_batching.memory.fits
+    if resident.memory.fits:
+        # Both fit: the estimate decides where it tells them apart.
+        before = seconds(resident.step)
+        after = seconds(micro_batching.step)
+        if before is None or after is None or not fits or problem or after >= WORTH * before:
+            return stays(FITS)
+        reason = f"saves {1 - after / before:.0%} of the time; {figures(plan)}"
+        return StreamChoice(Choice("layers", reason), micro_batching, plan)
+    if problem:
+        return stays(problem)
+    if not fits:
+        return stays("does not fit with streamed weights either")
+    reason = f"all weights do not fit on the device; {figures(plan)}"
+    return StreamChoice(Choice("layers", reason), micro_batching, plan)
+
+
+def figures(plan: StreamPlan) -> str:
+    """Where the weights are, and whether their copies cost time."""
+    buffers = f"{format_bytes(plan.buffer_bytes)} of layers on the GPU"
+    host = f"{format_bytes(sum(plan.host_bytes.values()))} on the host"
+    if plan.hidden_from is None:
+        return f"{buffers}, {host}"
+    hidden = "hidden" if plan.hidden else "not hidden"
+    tokens = f"{plan.tokens_per_load:,} tokens per load, hidden from {plan.hidden_from:,}"
+    return f"{buffers}, {host}; copies are {hidden}: {tokens}"
