@@ -34,6 +34,7 @@ def checked(plan_json: str, folder: str, break_rank_1: str, hosts: tuple[str, ..
     `hosts`: pretended ones, by rank.
     """
     import torch
+    import torch.distributed as dist
 
     from bloomery.check import products
     from bloomery.parallel import preflight
@@ -62,6 +63,7 @@ def checked(plan_json: str, folder: str, break_rank_1: str, hosts: tuple[str, ..
 
     wrong_rows = products.wrong_rows_of_product
     matmul = torch.Tensor.__matmul__
+    all_to_all = dist.all_to_all_single
 
     def one_wrong_entry(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         product = matmul(left, right)
@@ -89,6 +91,13 @@ def checked(plan_json: str, folder: str, break_rank_1: str, hosts: tuple[str, ..
         if mesh.rank == 1 and break_rank_1 == "sum":
             errors = iter((1, 0, 0))  # a link that is wrong now and then
             Mesh.all_reduce = lambda self, tensor: before[1](self, tensor).add_(next(errors))
+        if mesh.rank == 1 and break_rank_1 == "rows":
+
+            def last_row_is_lost(received: torch.Tensor, *numbers: object, **group: object) -> None:
+                all_to_all(received, *numbers, **group)
+                received[-1] = 0
+
+            dist.all_to_all_single = last_row_is_lost
         found = preflight.check_ranks(mesh, plan, run_dir, product_problem=products.product_problem)
         return f"{found} {found.seconds:.3f}"
     except UserError as error:
@@ -99,6 +108,7 @@ def checked(plan_json: str, folder: str, break_rank_1: str, hosts: tuple[str, ..
         preflight.shutil.disk_usage = disk_usage
         products.wrong_rows_of_product = wrong_rows
         torch.Tensor.__matmul__ = matmul
+        dist.all_to_all_single = all_to_all
         os.environ.pop("SLURMD_NODENAME", None)
 
 
@@ -114,10 +124,11 @@ def checked(plan_json: str, folder: str, break_rank_1: str, hosts: tuple[str, ..
         ("disk", "has 1.0 MiB of disk for temporary files"),
         ("product", "computes wrong float32 products: 1 of 256 rows"),
         ("driver", "fails: HIP error: unspecified launch failure\n"),
+        ("rows", "received wrong rows for its experts"),
     ],
 )
 def test_before_the_first_step_the_rank_at_fault_is_named(prepared, tmp_path, broken, said) -> None:
-    plan = on_ranks(tiny_plan(prepared), replicate=2)
+    plan = on_ranks(tiny_plan(prepared), replicate=2, expert=2 if broken == "rows" else 1)
     told = ranks(2).call(checked, plan.model_dump_json(), str(tmp_path), broken, ("n1", "n2"))
     assert told[0] == told[1]
     assert "rank 1 on n2 " in told[0].partition("\n")[0] and said in told[0], told

@@ -58,7 +58,11 @@ SHARED_SECONDS = 5.0  # until a file of rank 0 is visible on every host
 CPU_NUMBERS = 2**18
 GPU_NUMBERS = 2**24
 ALL_REDUCE = "all-reduce before the first step"
-ALL_REDUCE_FIX = f"{GPU_FIX}; try NCCL_P2P_DISABLE=1"
+COLLECTIVE_FIX = f"{GPU_FIX}; try NCCL_P2P_DISABLE=1"
+# Rows of float32 numbers that one rank sends another for its experts, or some times as many.
+EXPERT_ROWS = 64
+EXPERT_ROW_NUMBERS = 1024
+ALL_TO_ALL = "all-to-all of the experts' rows before the first step"
 
 
 @final
@@ -207,6 +211,7 @@ def check_ranks(
     reduced_bytes, bytes_per_second = _try_all_reduce(mesh, facts_by_rank)
     if _reduces_on_gpus(mesh):
         rates = try_neighbors(mesh, hosts, mesh.device)
+    _try_all_to_all(mesh, facts_by_rank)
     rank_names = [f"{rank_name(rank, plan)} on {host}" for rank, host in enumerate(hosts)]
     link = try_pipeline_links(mesh, plan.train, rank_names)
     return Preflight(
@@ -455,29 +460,79 @@ def _try_all_reduce(mesh: Mesh, facts_by_rank: Sequence[RankFacts]) -> tuple[int
         start = time.perf_counter()
         failure = run_within(links.LINK_SECONDS, reduce_and_compare)
         best_seconds = min(best_seconds, time.perf_counter() - start)
-        if mesh.any_rank(bool(failure)):
-            # All of them wait for the one that is missing: none can name it.
-            first_failure = next(text for text in mesh.all_gather_json(failure) if text)
-            raise UserError(
-                f"the sum of all ranks did not arrive: {first_failure}",
-                where=ALL_REDUCE,
-                fix=ALL_REDUCE_FIX,
-            )
+        _refuse_missing(mesh, failure, "the sum of all ranks did not arrive", where=ALL_REDUCE)
 
-    right_by_rank = mesh.all_gather_floats(all(right_sums))
+    _refuse_wrong(
+        mesh, facts_by_rank, all(right_sums), "received a wrong sum of all ranks", where=ALL_REDUCE
+    )
+
+    # A ring sends each byte 2 (n - 1) / n times, whatever its size: the bandwidth of a link.
+    reduced_bytes = count * 4
+    return reduced_bytes, 2 * (mesh.world - 1) / mesh.world * reduced_bytes / best_seconds
+
+
+def _try_all_to_all(mesh: Mesh, facts_by_rank: Sequence[RankFacts]) -> None:
+    """The ranks that divide the experts send each other rows as in training: other numbers of them to each, or none.
+
+    Raises UserError where they do not arrive, or other rows do.
+    """
+    if mesh.expert_mesh is None:
+        return
+    size = mesh.expert
+    own = mesh.expert_mesh.get_local_rank()
+
+    def rows_between(sender: int, receiver: int) -> int:
+        return EXPERT_ROWS * ((sender + 2 * receiver + 1) % (size + 1))
+
+    def rows(sender: int, receiver: int) -> Tensor:
+        """Which no other pair of ranks sends."""
+        shape = (rows_between(sender, receiver), EXPERT_ROW_NUMBERS)
+        return torch.full(shape, float(sender * size + receiver), device=mesh.device)
+
+    sent = [rows_between(own, receiver) for receiver in range(size)]
+    arriving = [rows_between(sender, own) for sender in range(size)]
+    right_rows = list[bool]()
+
+    def exchange_and_compare() -> None:
+        numbers = torch.cat([rows(own, receiver) for receiver in range(size)])
+        received = torch.full((sum(arriving), EXPERT_ROW_NUMBERS), -1.0, device=mesh.device)
+        dist.all_to_all_single(received, numbers, arriving, sent, group=mesh.expert_group)
+        expected = torch.cat([rows(sender, own) for sender in range(size)])
+        right_rows.append(torch.equal(received, expected))  # waits for the device
+
+    mesh.barrier()
+    failure = run_within(links.LINK_SECONDS, exchange_and_compare)
+    _refuse_missing(mesh, failure, "the experts' rows did not arrive", where=ALL_TO_ALL)
+    _refuse_wrong(
+        mesh,
+        facts_by_rank,
+        all(right_rows),
+        "received wrong rows for its experts",
+        where=ALL_TO_ALL,
+    )
+
+
+def _refuse_missing(mesh: Mesh, failure: str, problem: str, *, where: str) -> None:
+    """Raises UserError where a rank had a failure: all wait for the one that is missing, and none can name it."""
+    if mesh.any_rank(bool(failure)):
+        first_failure = next(text for text in mesh.all_gather_json(failure) if text)
+        raise UserError(f"{problem}: {first_failure}", where=where, fix=COLLECTIVE_FIX)
+
+
+def _refuse_wrong(
+    mesh: Mesh, facts_by_rank: Sequence[RankFacts], is_right: bool, problem: str, *, where: str
+) -> None:
+    """Raises UserError with the ranks where what arrived is not right."""
+    right_by_rank = mesh.all_gather_floats(is_right)
     wrong_ranks = [rank for rank, (right,) in enumerate(right_by_rank) if not right]
     if wrong_ranks:
         raise _at_fault(
             facts_by_rank,
             wrong_ranks,
-            f"{_named(facts_by_rank, wrong_ranks)} received a wrong sum of all ranks",
-            where=ALL_REDUCE,
-            fix=ALL_REDUCE_FIX,
+            f"{_named(facts_by_rank, wrong_ranks)} {problem}",
+            where=where,
+            fix=COLLECTIVE_FIX,
         )
-
-    # A ring sends each byte 2 (n - 1) / n times, whatever its size: the bandwidth of a link.
-    reduced_bytes = count * 4
-    return reduced_bytes, 2 * (mesh.world - 1) / mesh.world * reduced_bytes / best_seconds
 
 
 # Where the ranks run
