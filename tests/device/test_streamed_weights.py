@@ -34,6 +34,13 @@ CASES: dict[str, dict[str, Any]] = {
         "train": {"micro_batch_size": 1, "accumulation": 5, "stream_micro_batches": 2},
     },
     "dora": {"adapter": Lora(**ADAPTER | {"kind": "dora"})},
+    "staged": {"train": {"stream_host": "staged", "ema_decay": 0.9}},
+    "staged lora": {"adapter": Lora(**ADAPTER, dropout=0.1), "train": {"stream_host": "staged"}},
+    "staged nf4": {
+        "adapter": Lora(**ADAPTER),
+        "quantize": Quantize(kind="nf4"),
+        "train": {"stream_host": "staged"},
+    },
     "nf4": {"adapter": Lora(**ADAPTER), "quantize": Quantize(kind="nf4")},
 }
 

@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bloomery.parallel import host_gradients
-from bloomery.parallel.host_gradients import STAGED, HostGradients
+from bloomery.facts.limits import STREAM_STAGED
+from bloomery.parallel import host_gradients, host_memory
+from bloomery.parallel.host_gradients import HostGradients
 from bloomery.parallel.host_memory import HostLayer, Place
 from bloomery.parallel.transfers import CopyUnderWay, pinned_all
+from bloomery.plan.types import HostPlacement
 
 CPU = torch.device("cpu")
 
@@ -37,9 +39,10 @@ def drop(layers: list[HostLayer]) -> None:
             place.tensor.grad = None
 
 
+@pytest.mark.parametrize("placement", ["pinned", "staged"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_of_each_step_are_autograds_to_the_bit(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, placement: HostPlacement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requested: list[int] = []
 
@@ -48,8 +51,9 @@ def test_sums_of_each_step_are_autograds_to_the_bit(
         return pinned_all(tensors, device)
 
     monkeypatch.setattr(host_gradients, "pinned_all", noted)
+    monkeypatch.setattr(host_memory, "pinned_all", noted)
     layers = [a_layer(dtype) for _ in range(4)]
-    sums = HostGradients(layers, CPU)
+    sums = HostGradients(layers, CPU, placement)
     for step in range(3):
         for micro_batch in range(5):
             for number, layer in reversed(list(enumerate(layers))):
@@ -65,8 +69,8 @@ def test_sums_of_each_step_are_autograds_to_the_bit(
                 assert place.tensor.grad.dtype == dtype
                 assert torch.equal(place.tensor.grad, total)
         drop(layers)
-    # The sums together, and the staging buffers one by one.
-    assert requested == [4] + [1] * STAGED
+    # The sums together where they are pinned, and the staging buffers one by one.
+    assert requested == [4] * (placement == "pinned") + [1] * STREAM_STAGED
 
 
 def test_a_gradient_that_comes_first_in_a_later_micro_batch_begins_a_sum() -> None:

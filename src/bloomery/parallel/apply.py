@@ -35,10 +35,16 @@ def apply(model: Decoder, plan: TrainPlan, mesh: Mesh = SINGLE_RANK) -> None:
     # Inside of checkpointing: a block that is recomputed loads its weights again.
     device = torch.device(plan.device)
     if plan.stream == "layers":
-        model.weight_stream = StreamedWeights(model, device, mesh=mesh)
+        model.weight_stream = StreamedWeights(model, device, mesh=mesh, placement=plan.stream_host)
     elif plan.stream == "experts":
         is_recomputed = partial(recomputes, plan.activation_checkpointing)
-        model.weight_stream = StreamedExperts(model, device, is_recomputed=is_recomputed, mesh=mesh)
+        model.weight_stream = StreamedExperts(
+            model,
+            device,
+            is_recomputed=is_recomputed,
+            mesh=mesh,
+            placement=plan.stream_host,
+        )
     for layer, block in zip(model.stage.layers, model.model.layers, strict=True):
         checkpoint_block(block, plan.activation_checkpointing, index=layer)
         if plan.compile:

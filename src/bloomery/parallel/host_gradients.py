@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from bloomery.facts.limits import STREAM_STAGED
-from bloomery.parallel.host_memory import HostLayer, Place
+from bloomery.parallel.host_memory import HostLayer, Place, host_bytes
 from bloomery.parallel.transfers import CopyStream, CopyUnderWay, pinned_all
+from bloomery.plan.types import HostPlacement
 
 
 @final
@@ -27,7 +28,14 @@ class HostGradients:
     `grad` begins a new sum.
     """
 
-    def __init__(self, layers: Sequence[HostLayer], device: torch.device) -> None:
+    def __init__(
+        self,
+        layers: Sequence[HostLayer],
+        device: torch.device,
+        placement: HostPlacement = "pinned",
+    ) -> None:
+        """`placement`: of the sums. Where they are not pinned, the first gradients pass through staging, too."""
+        self._placement = placement
         self._layers = layers
         self._device = device
         self._copies = CopyStream()
@@ -39,7 +47,7 @@ class HostGradients:
 
     def send(self, layer: HostLayer, gradients: Sequence[Tensor | None]) -> None:
         """Take the gradients of `layer.trained`, which the device may still compute."""
-        first = list[tuple[Tensor, Tensor]]()  # where to, and the gradient
+        first = list[tuple[Place, Tensor]]()
         later = list[tuple[Place, Tensor]]()
         sums_B = self._sums_of(layer)
         for place, gradient in zip(layer.trained, gradients, strict=True):
@@ -47,28 +55,35 @@ class HostGradients:
                 continue
             if place.tensor.grad is None:
                 place.tensor.grad = place.view_of(sums_B)
-                first.append((place.tensor.grad, gradient))
+                first.append((place, gradient))
             else:
                 later.append((place, gradient))
-
-        # A step that an error has ended may have left additions, which must not come after the first of this one.
-        if first:
-            self._finish_additions()
-        if not later:
-            if first:
-                sent = [gradient for _, gradient in first]
-                self._copies.send(sent, lambda: _copy_all(first), most_under_way=STREAM_STAGED)
+        if not first and not later:
             return
 
+        # A step that an error has ended may have left additions, which must not come after the first of this one.
+        are_staged = self._placement != "pinned"
+        if first and not are_staged:
+            self._finish_additions()
+        sent = [gradient for _, gradient in (*first, *later)]
+        direct = [] if are_staged else [(place.view_of(sums_B), value) for place, value in first]
+        if not later and not are_staged:
+            self._copies.send(sent, lambda: _copy_all(direct), most_under_way=STREAM_STAGED)
+            return
+
+        # The rest arrives in a staging buffer, and the thread takes it from there.
         buffer_B = self._free_buffer()
-        staged = [(place.view_of(buffer_B), gradient) for place, gradient in later]
-        arriving = [*first, *staged]
-        under_way = self._copies.run_after_work(
-            [gradient for _, gradient in arriving], lambda: _copy_all(arriving)
+
+        def staged(pairs: list[tuple[Place, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+            return [(place.view_of(sums_B), place.view_of(buffer_B)) for place, _ in pairs]
+
+        through = [*first, *later] if are_staged else later
+        arriving = [*direct, *((place.view_of(buffer_B), gradient) for place, gradient in through)]
+        under_way = self._copies.run_after_work(sent, lambda: _copy_all(arriving))
+        copied = staged(first) if are_staged else []
+        self._being_added.append(
+            self._adder.submit(self._add, under_way, copied, staged(later), buffer_B)
         )
-        sums = [place.view_of(sums_B) for place, _ in later]
-        values = [value for value, _ in staged]
-        self._being_added.append(self._adder.submit(self._add, under_way, sums, values, buffer_B))
 
     def settle(self) -> None:
         """Return when all gradients that were sent are in their sums."""
@@ -76,13 +91,19 @@ class HostGradients:
         self._copies.synchronize()
 
     def _add(
-        self, under_way: CopyUnderWay, sums: list[Tensor], values: list[Tensor], buffer_B: Tensor
+        self,
+        under_way: CopyUnderWay,
+        copied: list[tuple[Tensor, Tensor]],
+        added: list[tuple[Tensor, Tensor]],
+        buffer_B: Tensor,
     ) -> None:
-        """In the thread that adds."""
+        """In the thread that adds: pairs of a sum and what it becomes, or what is added to it."""
         try:
             under_way.wait()
             with torch.no_grad():
-                torch._foreach_add_(sums, values)
+                _copy_all(copied)
+                for total, value in added:
+                    total += value
         finally:
             self._free_buffers.put(buffer_B)
 
@@ -92,7 +113,7 @@ class HostGradients:
 
     def _sums_of(self, layer: HostLayer) -> Tensor:
         if not self._sums:
-            sums = pinned_all([other.without_data() for other in self._layers], self._device)
+            sums = host_bytes(self._layers, self._device, self._placement)
             self._sums = dict(zip(self._layers, sums, strict=True))
         return self._sums[layer]
 

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from bloomery.model.decoder import Decoder
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.parallel.shared_memory import shared_bytes
+from bloomery.parallel.staging import FileBytes, Piece
 from bloomery.parallel.transfers import pinned_all
+from bloomery.plan.types import HostPlacement
 
 
 @final
@@ -50,6 +52,7 @@ class HostLayer:
     places: list[Place]
     num_bytes: int
     host_B: Tensor = field(init=False)
+    in_files: dict[int, FileBytes] = field(default_factory=dict)  # by the first byte of a place
 
     def without_data(self) -> Tensor:
         """Its bytes on the meta device [B]: what memory is asked for."""
@@ -67,6 +70,19 @@ class HostLayer:
             if isinstance(place.tensor, nn.Parameter):
                 tensor = nn.Parameter(tensor, requires_grad=place.tensor.requires_grad)
             place.tensors[place.name] = tensor
+
+    def pieces(self, target_B: Tensor, start: int, end: int) -> list[Piece]:
+        """Of the bytes from `start` to `end`, on their way to those of a layer on the device."""
+        if not self.in_files:
+            return [Piece(self.host_B, start, target_B[start:end])]
+        pieces = []
+        for place in self.places:
+            first = max(start, place.start)
+            last = min(end, place.start + place.num_bytes)
+            if first < last:
+                source = self.in_files[place.start]
+                pieces.append(Piece(source, first - place.start, target_B[first:last]))
+        return pieces
 
     @contextmanager
     def replaced(self, tensors: Sequence[Tensor]) -> Iterator[None]:
@@ -109,6 +125,16 @@ class HostCopy:
         self.mesh.barrier()
 
 
+def host_bytes(
+    layers: Sequence[HostLayer], device: torch.device, placement: HostPlacement
+) -> list[Tensor]:
+    """Memory for each layer [B], undefined."""
+    without_data = [layer.without_data() for layer in layers]
+    if placement == "pinned":
+        return pinned_all(without_data, device)
+    return [torch.empty_like(layer_B, device="cpu") for layer_B in without_data]
+
+
 def give_memory(
     model: Decoder,
     layers: Sequence[HostLayer],
@@ -116,6 +142,7 @@ def give_memory(
     *,
     mesh: Mesh = SINGLE_RANK,
     is_frozen: bool,
+    placement: HostPlacement = "pinned",
 ) -> HostCopy:
     """To a model on the meta device, undefined: on the host to what is in `layers`, on the device to all else.
 
@@ -125,10 +152,11 @@ def give_memory(
     fills = True
     if is_shared:
         num_bytes = sum(layer.num_bytes for layer in layers)
-        bytes_B, fills = shared_bytes(num_bytes, mesh, device)
+        pinned_for = device if placement == "pinned" else torch.device("cpu")
+        bytes_B, fills = shared_bytes(num_bytes, mesh, pinned_for)
         host = list(bytes_B.split([layer.num_bytes for layer in layers]))
     else:
-        host = pinned_all([layer.without_data() for layer in layers], device)
+        host = host_bytes(layers, device, placement)
     for layer, host_B in zip(layers, host, strict=True):
         layer.live_in(host_B)
     model._apply(  # type: ignore[no-untyped-call]  # torch's

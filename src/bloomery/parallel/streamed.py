@@ -26,7 +26,9 @@ from bloomery.model.io.quantized import QuantizedWeight
 from bloomery.parallel.host_gradients import HostGradients
 from bloomery.parallel.host_memory import HostLayer, Place, give_memory
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
+from bloomery.parallel.staging import StagedCopy, staging_of
 from bloomery.parallel.transfers import CopyStream, CopyUnderWay
+from bloomery.plan.types import HostPlacement
 
 
 def layer_of(block: nn.Module, *, in_full: bool) -> HostLayer:
@@ -53,15 +55,21 @@ def layer_of(block: nn.Module, *, in_full: bool) -> HostLayer:
 class _Buffer:
     bytes_B: Tensor
     layer: int | None = None
-    arriving: CopyUnderWay | None = None
+    arriving: CopyUnderWay | StagedCopy | None = None
     used: int = 0  # when: the count of loads
 
 
 @final
 class LayerRing:
-    """The buffers of the device, and which layer is in each."""
+    """The buffers of the device, and which layer is in each. `placement`: of the layers on the host."""
 
-    def __init__(self, layers: Sequence[HostLayer], device: torch.device, num_buffers: int) -> None:
+    def __init__(
+        self,
+        layers: Sequence[HostLayer],
+        device: torch.device,
+        num_buffers: int,
+        placement: HostPlacement = "pinned",
+    ) -> None:
         most_bytes = max(layer.num_bytes for layer in layers)
         self._layers = layers
         self._buffers = [
@@ -69,6 +77,7 @@ class LayerRing:
             for _ in range(num_buffers)
         ]
         self._copy_stream = CopyStream()
+        self._staging = None if placement == "pinned" else staging_of(device, most_bytes)
         self._uses = 0
         self.num_loads = 0  # of whole layers
         self.bytes_loaded = 0
@@ -90,24 +99,14 @@ class LayerRing:
 
     def load_parts(
         self, index: int, parts: Sequence[Sequence[tuple[int, int]]]
-    ) -> tuple[Tensor, list[CopyUnderWay]]:
+    ) -> tuple[Tensor, list[CopyUnderWay | StagedCopy]]:
         """The bytes of a layer on the device [B], of which only `parts` are copied, and the copy of each part.
 
         A part is spans of bytes. They arrive in this order, and work that reads one must wait for its copy.
         """
         buffer = self._free(keep=None)
         buffer.layer = None
-        host_B = self._layers[index].host_B
-
-        def copy(spans: Sequence[tuple[int, int]]) -> None:
-            for start, end in spans:
-                buffer.bytes_B[start:end].copy_(host_B[start:end], non_blocking=True)
-                self.bytes_loaded += end - start
-
-        copies = [
-            self._copy_stream.run_after_work([buffer.bytes_B], partial(copy, spans))
-            for spans in parts
-        ]
+        copies = [self._copy(index, buffer, spans) for spans in parts]
         return buffer.bytes_B[: self._layers[index].num_bytes], copies
 
     def has(self, tensor: Tensor) -> bool:
@@ -135,14 +134,28 @@ class LayerRing:
     def _begin(self, index: int, keep: _Buffer | None) -> _Buffer:
         buffer = self._free(keep)
         layer = self._layers[index]
-        target_B = buffer.bytes_B[: layer.num_bytes]
         buffer.layer = index
-        buffer.arriving = self._copy_stream.run_after_work(
-            [buffer.bytes_B], partial(target_B.copy_, layer.host_B, non_blocking=True)
-        )
+        buffer.arriving = self._copy(index, buffer, [(0, layer.num_bytes)])
         self.num_loads += 1
-        self.bytes_loaded += layer.num_bytes
         return buffer
+
+    def _copy(
+        self, index: int, buffer: _Buffer, spans: Sequence[tuple[int, int]]
+    ) -> CopyUnderWay | StagedCopy:
+        """Copy spans of a layer's bytes, once the work that is queued by now is over."""
+        layer = self._layers[index]
+        pieces = [
+            piece for start, end in spans for piece in layer.pieces(buffer.bytes_B, start, end)
+        ]
+        self.bytes_loaded += sum(end - start for start, end in spans)
+        if self._staging is not None:
+            return self._staging.copy(pieces)
+
+        def copy() -> None:
+            for piece in pieces:
+                piece.send()
+
+        return self._copy_stream.run_after_work([buffer.bytes_B], copy)
 
 
 @final
@@ -161,14 +174,16 @@ class StreamedWeights:
         *,
         mesh: Mesh = SINGLE_RANK,
         num_buffers: int = STREAM_BUFFERS,
+        placement: HostPlacement = "pinned",
     ) -> None:
         """In place, of a model on the meta device; its blocks are checkpointed after this, so that they load their
-        weights again. `allocate` must follow.
+        weights again. `allocate` must follow. `placement`: of weights, and of the sums of their gradients.
         """
         self.device = device
         self._model = model
         self._num_buffers = num_buffers
         self._mesh = mesh
+        self._placement = placement
         self._in_full = all(
             parameter.requires_grad or is_never_trained(name)
             for name, parameter in model.named_parameters()
@@ -194,7 +209,12 @@ class StreamedWeights:
             self._outer = self._outer_of(self._model)
         layers = [*self._layers, self._outer]
         self._host_copy = give_memory(
-            self._model, layers, self.device, mesh=self._mesh, is_frozen=not self._in_full
+            self._model,
+            layers,
+            self.device,
+            mesh=self._mesh,
+            is_frozen=not self._in_full,
+            placement=self._placement,
         )
         self._outer_copies = [
             nn.Parameter(
@@ -202,8 +222,9 @@ class StreamedWeights:
             )
             for place in self._outer.places
         ]
-        self.ring = LayerRing(self._layers, self.device, self._num_buffers)
-        self._gradients = HostGradients(layers, self.device) if self._in_full else None
+        self.ring = LayerRing(self._layers, self.device, self._num_buffers, self._placement)
+        if self._in_full:
+            self._gradients = HostGradients(layers, self.device, self._placement)
 
     def _outer_of(self, model: Decoder) -> HostLayer:
         """All parameters outside of layers; one that two modules share is in it once."""

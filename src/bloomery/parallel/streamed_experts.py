@@ -22,8 +22,10 @@ from bloomery.model.decoder import Decoder
 from bloomery.model.experts import ExpertMLPs
 from bloomery.parallel.host_memory import HostLayer, Place, give_memory
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
+from bloomery.parallel.staging import StagedCopy
 from bloomery.parallel.streamed import LayerRing, in_backward, layer_of
 from bloomery.parallel.transfers import CopyUnderWay
+from bloomery.plan.types import HostPlacement
 
 STACKS = ("gate_up_proj", "down_proj")  # in the order in which they multiply
 
@@ -47,7 +49,7 @@ class _Arrivals:
     """The matrices of a forward by stack and expert. An `experts.Arrivals`."""
 
     ends_E: Tensor
-    copy_of: dict[tuple[str, int], CopyUnderWay]
+    copy_of: dict[tuple[str, int], CopyUnderWay | StagedCopy]
 
     def wait(self, stack: str, expert: int) -> None:
         if (stack, expert) in self.copy_of:  # else the stack is trained, on the device
@@ -108,12 +110,14 @@ class StreamedExperts:
         is_recomputed: Callable[[int], bool],
         mesh: Mesh = SINGLE_RANK,
         num_buffers: int = STREAM_BUFFERS,
+        placement: HostPlacement = "pinned",
     ) -> None:
         """In place, of a model on the meta device. `allocate` must follow.
 
         `is_recomputed`: whether the forward of a layer, by its number, runs again in backward. Of another layer
-        autograd keeps the places of weights, and backward loads them.
+        autograd keeps the places of weights, and backward loads them. `placement`: of the stacks on the host.
         """
+        self._placement = placement
         self.device = device
         self._model = model
         self._num_buffers = num_buffers
@@ -134,9 +138,14 @@ class StreamedExperts:
         """Give the model memory, undefined: experts on the host, all else on the device."""
         host_layers = [layer.host for layer in self._layers]
         self._host_copy = give_memory(
-            self._model, host_layers, self.device, mesh=self._mesh, is_frozen=True
+            self._model,
+            host_layers,
+            self.device,
+            mesh=self._mesh,
+            is_frozen=True,
+            placement=self._placement,
         )
-        self.ring = LayerRing(host_layers, self.device, self._num_buffers)
+        self.ring = LayerRing(host_layers, self.device, self._num_buffers, self._placement)
 
     def filling(self) -> AbstractContextManager[None]:
         """Inside, weights are read: where replicas share the host's copy, by one of them."""

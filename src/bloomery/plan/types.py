@@ -31,6 +31,10 @@ from bloomery.recipe.schema import (
 )
 
 Origin = Literal["table", "probe", "measured"]
+# Where weights that stream wait in the host's memory. pinned: a device copies them from there. staged: in pageable
+# memory, and a thread copies them through a few pinned buffers; so are the sums of their gradients. mapped: frozen ones
+# stay in files, which are read through those buffers.
+HostPlacement = Literal["pinned", "staged", "mapped"]
 # Whether a plan's memory fits, as estimated and at the upper end of its range.
 Fit = Literal["fits", "fits, barely", "may not fit", "does not fit"]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -224,6 +228,7 @@ class TrainPlan(PlanPart):
     offload_activations: bool = False
     # Weights that live in the host's memory and stream through the device: those of layers, or of experts alone.
     stream: Literal["off", "layers", "experts"] = "off"
+    stream_host: HostPlacement = "pinned"
     stream_micro_batches: PositiveInt = 1  # that pass through a layer for each load of it, at most
     neftune_alpha: float | None = None
     ema_decay: float | None = None
