@@ -1,9 +1,12 @@
 """How a plan balances experts: coefficients with their reasons, refusals, and what counting a step first costs."""
 
+from dataclasses import replace
+
 import pytest
 from plan_help import SMALL, gpu_machine, loaded, machine, planned
 
 from bloomery.core.errors import UserError
+from bloomery.plan.routers import choose_loss
 from bloomery.plan.types import RouterPlan
 
 EXPERTS = {"count": 8, "per_token": 2, "width": 64}
@@ -24,6 +27,16 @@ def test_full_training_takes_the_coefficient_of_the_config():
     assert "router_aux_loss_coef" in choices["router.loss"]
     olmoe, _ = router_of(model=MIXTURE | {"family": "olmoe", "intermediate_size": 64})
     assert olmoe == RouterPlan(loss=0.01)
+
+
+@pytest.mark.parametrize(("stated", "taken"), [(0.1, 0.1), (0.9, 0.001)])
+def test_a_coefficient_that_outweighs_the_loss_of_tokens_is_not_taken(stated, taken):
+    recipe = loaded(model=MIXTURE)
+    config = planned(recipe, machine()).model.config
+    config = replace(config, experts=replace(config.experts, balance=stated))
+    choice = choose_loss(recipe.recipe, config)
+    assert choice.value == taken
+    assert (f"router.loss={stated:g}" in choice.reason) == (stated != taken)
 
 
 def test_a_frozen_router_has_no_loss_unless_asked():

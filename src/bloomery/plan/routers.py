@@ -11,6 +11,10 @@ from bloomery.plan.types import RouterPlan
 from bloomery.recipe.schema import Lora, NoAdapter, Recipe, RouterSection
 
 ROUTER = ".mlp.gate"  # how the names of routers end
+# The largest coefficient of a config that `auto` takes, ten times the largest default of a class of transformers; and
+# what it takes instead, the default of most.
+LARGEST_STATED = 0.1
+USUAL_LOSS = 0.001
 
 
 def router_plan(recipe: Recipe, config: ModelConfig) -> RouterPlan | None:
@@ -41,6 +45,13 @@ def choose_loss(recipe: Recipe, config: ModelConfig) -> Choice[float]:
         return Choice(0.0, f"{reason}; the config's {stated:g} is for full training")
     if not stated:
         return Choice(0.0, "the model's config states no coefficient (router_aux_loss_coef)")
+    if stated > LARGEST_STATED:
+        # gpt-oss: 0.9, which transformers reads and, with output_router_logits off, does not apply.
+        reason = (
+            f"the config's router_aux_loss_coef {stated:g} would outweigh the loss of tokens; this is transformers' "
+            f"default, router.loss={stated:g} takes the other"
+        )
+        return Choice(USUAL_LOSS, reason)
     return Choice(stated, "router_aux_loss_coef of the model's config")
 
 
