@@ -22,6 +22,8 @@ CASES: dict[str, dict[str, Any]] = {
     "full bfloat16": FULL_BFLOAT16,
     "lora": {"adapter": LORA},
     "nf4": {"adapter": LORA, "quantize": Quantize(kind="nf4")},
+    "full, two per load": {"train": {"stream_micro_batches": 2}},
+    "lora, two per load": {"adapter": LORA, "train": {"stream_micro_batches": 2}},
 }
 
 
@@ -37,6 +39,8 @@ def streamed_plan(case: str, *, accumulation: int = 2, stream: str = "layers") -
         "accumulation": accumulation,
         "tokens_per_step": 16 * accumulation,
     } | sections.get("train", {})
+    if stream == "off":
+        sections["train"] |= {"stream_micro_batches": 1}
     plan = tiny_plan(
         config=CONFIG,
         data={"sequence_length": 16, "pin_memory": True},

@@ -83,6 +83,7 @@ def first_wrong_order(streamed: Trained, expected: Trained, orders: int) -> int 
     [
         ("full", QUICK_ORDERS),
         ("lora", QUICK_ORDERS),
+        ("full, two per load", QUICK_ORDERS),
         *(pytest.param(case, ORDERS, marks=pytest.mark.soak) for case in CASES),
     ],
 )

@@ -60,7 +60,7 @@ def traffic_of_third_step(case: str, accumulation: int, stream: str) -> Traffic:
     )
 
 
-QUICK = (("full", 4), ("nf4", 1))
+QUICK = (("full", 4), ("nf4", 1), ("full, two per load", 4))
 
 
 @pytest.mark.parametrize(
@@ -85,18 +85,21 @@ def test_a_step_copies_what_shapes_say(case: str, accumulation: int) -> None:
     in_full = case.startswith("full")
     element_bytes = 2 if case == "full bfloat16" else 4
     embedding_and_norm = (config.vocab_size + 1) * config.hidden_size * element_bytes
-    # The two last layers of forward are the first ones of backward. Without an update between two passes the first two
-    # are there as well.
-    fewest = 2 * LAYERS - (2 if in_full else 4)
-    loads = 2 * LAYERS - 2 + (accumulation - 1) * fewest
+    # A pass computes one micro-batch, or several. Its backward begins with the layers that forward ended with. The next
+    # forward begins with those that backward ended with, unless their weights have been updated.
+    num_passes = -(-accumulation // plan.train.stream_micro_batches)
+    loads = 2 * LAYERS - 2 + (num_passes - 1) * (2 * LAYERS - 4)
     assert streamed.loads == loads
     copied_in = streamed.copied_in - resident.copied_in
     copied_out = streamed.copied_out - resident.copied_out
     if in_full:
         assert copied_in == loads * loaded_bytes + embedding_and_norm
-        # The norm of gradients is computed where they are.
+        # The gradients of the first pass are added on the device, those of later micro-batches on the host. The norm is
+        # computed where the sums are.
         norm_bytes = 4
-        sums_bytes = accumulation * LAYERS * sum(tensors) + embedding_and_norm
+        first_pass = min(accumulation, plan.train.stream_micro_batches)
+        num_sent = 1 + accumulation - first_pass
+        sums_bytes = num_sent * LAYERS * sum(tensors) + embedding_and_norm
         assert copied_out == sums_bytes - norm_bytes
     else:
         assert copied_in == loads * loaded_bytes
