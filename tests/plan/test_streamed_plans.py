@@ -1,6 +1,7 @@
 """Plans of weights that live in the host's memory: what fits, what it costs, and where the host has no room."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,10 +15,14 @@ from bloomery.core.units import GIB
 from bloomery.hardware.host_links import host_link
 from bloomery.hardware.profile import build_profile, with_gpu, with_host_memory
 from bloomery.hardware.specs import find_gpu
+from bloomery.model.configs import build_config
 from bloomery.parallel.streamed import LayerRing, layer_of
 from bloomery.plan.estimate.queues import Task, finish_times
-from bloomery.plan.estimate.streaming import loads_of_step
+from bloomery.plan.estimate.states import TrainedModel
+from bloomery.plan.estimate.step import StepShape
+from bloomery.plan.estimate.streaming import loads_of, sent_bytes
 from bloomery.plan.page import page
+from bloomery.plan.resolve import step_shape
 from bloomery.plan.types import RunPlan
 
 LORA = {"kind": "lora", "rank": 16, "alpha": 32, "target_modules": ["all-linear"]}
@@ -135,10 +140,20 @@ def test_what_excludes_streaming_is_an_error_where_it_is_asked_for(sections, gpu
 # Copies.
 
 
+def small_step(num_layers: int = 2, **changes) -> StepShape:
+    """A step in full whose layers stream."""
+    recipe = loaded(model={"num_layers": num_layers}).recipe
+    profile = build_profile(gpu_machine("RTX 4090"))
+    model = TrainedModel.of(recipe, build_config(recipe.model, vocab_size=256))
+    step = step_shape(recipe, model, profile, None, None, precision="bfloat16", attention="varlen")
+    return replace(step, stream="layers", checkpointing="full", **changes)
+
+
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 7])
 @pytest.mark.parametrize("passes", [1, 2, 5])
 def test_copies_are_those_of_the_ring(num_layers, passes):
     """The plan's own order of loads against `LayerRing`, asked as forward and backward of a step ask it."""
+    step = small_step(num_layers)
     layers = []
     for _ in range(num_layers):
         layer = layer_of(nn.Linear(4, 4), in_full=True)
@@ -150,7 +165,47 @@ def test_copies_are_those_of_the_ring(num_layers, passes):
             ring.load(layer, layer + 1 if layer + 1 < num_layers else None)
         for layer in reversed(range(num_layers)):
             ring.load(layer, layer - 1 if layer > 0 else None)
-    assert sum(loads_of_step(num_layers, passes)) == ring.num_loads
+    assert sum(loads_of(step, passes)) == ring.num_loads
+
+
+@pytest.mark.parametrize(("together", "passes", "sent"), [(1, 4, 4), (4, 1, 1), (2, 2, 3)])
+def test_gradients_leave_once_while_the_host_has_none(together, passes, sent):
+    """Later ones leave micro-batch by micro-batch, so that sums are formed in their order."""
+    step = small_step(stream_micro_batches=together)
+    layers = sum(
+        step.model.layer_trainable_bytes(layer, step.precision) for layer in step.model.layers
+    )
+    outer = step.model.trainable_bytes(step.precision) - layers
+    assert sent_bytes(step, passes) == sent * layers + outer
+
+
+def test_micro_batches_share_a_load_until_it_hides():
+    """A GPU with a fast matmul and 4 sequences of 512 tokens at most per micro-batch waits for its link."""
+    sections = {
+        "adapter": LORA,
+        "data": {"path": "chats.jsonl", "sequence_length": 512},
+        "parallel": {"stream": "layers"},
+        "train": {"max_steps": 10, "tokens_per_step": 65536, "micro_batch_size": 4},
+    }
+    plan = plan_of("Qwen/Qwen3-14B", "RTX 4090", 64, **sections)
+    assert plan.train.stream_micro_batches == plan.stream.micro_batches > 1 and plan.stream.hidden
+    alone = {"stream": "layers", "stream_micro_batches": 1}
+    waiting = plan_of("Qwen/Qwen3-14B", "RTX 4090", 64, **sections | {"parallel": alone})
+    assert waiting.train.stream_micro_batches == 1 and not waiting.stream.hidden
+    assert waiting.step_seconds.value > 1.2 * plan.step_seconds.value
+    assert waiting.memory.total < plan.memory.total
+    assert waiting.stream.loaded_bytes > 2 * plan.stream.loaded_bytes
+
+
+def test_experts_stream_alone_where_they_are_frozen():
+    """A mixture of 30 B parameters in 4 bits: all but its experts stays on a GPU of 12 GB."""
+    nf4 = {"adapter": LORA | {"target_modules": ["q_proj", "v_proj"]}, "quantize": {"kind": "nf4"}}
+    plan = plan_of("Qwen/Qwen3-30B-A3B", "RX 6700 XT", 32, **nf4)
+    assert plan.fits and plan.train.stream == "experts"
+    assert 4 * GIB < plan.memory.total < 10 * GIB
+    assert 13 * GIB < plan.stream.host_bytes["weights"] < 17 * GIB
+    layers = plan_of("Qwen/Qwen3-30B-A3B", "RX 6700 XT", 32, parallel={"stream": "layers"}, **nf4)
+    assert layers.stream.host_bytes["weights"] > plan.stream.host_bytes["weights"]
 
 
 def test_queues_wait_for_each_other():

@@ -360,6 +360,7 @@ def _stream(stream: "StreamPlan") -> dict[str, Any]:
         "tokens_per_load": stream.tokens_per_load,
         "hidden_from": stream.hidden_from,
         "hidden": stream.hidden,
+        "waiting_share": stream.waiting_share,
         "link": stream.link,
     }
 

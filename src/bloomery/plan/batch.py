@@ -144,14 +144,16 @@ def choose_micro_batching(
     measure: Measure,
     seconds: StepSeconds,
     any_divisor: bool = False,
+    together: Callable[[StepShape], StepShape] = lambda step: step,
 ) -> MicroBatching:
     """The fastest micro-batch that fits, without activation checkpointing where possible; `step`: everything else.
 
     `measure`: the peak of the whole run, of which a step is one moment. `seconds`: of a whole step, None where the
     device's speed is unknown; then the largest micro-batch is taken. Of those within SAME_TIME it is the largest one
     whose memory surely fits, else the fastest. `any_divisor`: not powers of two alone, for a device's
-    share of a step. When nothing fits, the smallest is planned, and the plan does not fit. Raises UserError for a size
-    that does not divide the step.
+    share of a step. `together`: a step that fits, with the micro-batches that share a load of streamed
+    weights. When nothing fits, the smallest is planned, and the plan does not fit. Raises UserError for a size that
+    does not divide the step.
     """
     modes = (
         ["none", "full"]
@@ -177,7 +179,7 @@ def choose_micro_batching(
         for size in sizes:
             planned_step = planned(mode, size)
             if measure(planned_step).fits:
-                fitting_steps.append(planned_step)
+                fitting_steps.append(together(planned_step))
         if fitting_steps:
             break
     candidates = [

@@ -374,7 +374,8 @@ def stream_lines(plan: RunPlan, machine: Machine) -> list[str]:
         copies += f" and {format_bytes(stream.sent_bytes)} back"
     links = [copies] + ([f"link {stream.link}"] if stream.link else [])
     if stream.hidden_from is not None:
-        verdict = "hidden behind computing" if stream.hidden else "not hidden"
+        waiting = stream.waiting_share or 0.0
+        verdict = "hidden behind computing" if stream.hidden else f"waits {waiting:.0%} of the time"
         tokens = f"{stream.tokens_per_load:,} tokens per load, hidden from {stream.hidden_from:,}"
         links.append(f"{verdict}: {tokens}")
     return [*joined(facts), *joined(links)]

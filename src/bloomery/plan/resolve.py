@@ -379,10 +379,27 @@ def _choose_step(
 
         def choose(of_step: StepShape) -> batch.MicroBatching:
             settings = train
-            if of_step.stream != "off":
+            if of_step.stream == "layers":
                 settings = train.model_copy(update={"activation_checkpointing": "full"})
+
+            def together(planned: StepShape) -> StepShape:
+                if planned.stream == "off":
+                    return planned
+                return streaming.with_micro_batches(
+                    planned,
+                    recipe.parallel.stream_micro_batches,
+                    accumulation=sequences // planned.micro_batch_size,
+                    measure=peak,
+                    seconds=seconds_of,
+                )
+
             return batch.choose_micro_batching(
-                settings, of_step, sequences_per_step=sequences, measure=peak, seconds=seconds_of
+                settings,
+                of_step,
+                sequences_per_step=sequences,
+                measure=peak,
+                seconds=seconds_of,
+                together=together,
             )
 
         stream, micro_batching, stream_plan = streaming.choose_stream(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from bloomery.core import Choice
 from bloomery.core.errors import UserError
@@ -10,18 +10,18 @@ from bloomery.core.units import format_bytes
 from bloomery.facts.config import ModelConfig
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile
-from bloomery.plan.batch import MicroBatching
+from bloomery.plan.batch import SAME_TIME, Measure, MicroBatching, StepSeconds
 from bloomery.plan.choices import ASKED
 from bloomery.plan.estimate.measured import StepEstimator
 from bloomery.plan.estimate.speed import total
 from bloomery.plan.estimate.step import StepShape, Stream
-from bloomery.plan.estimate.stream_time import hidden_from
+from bloomery.plan.estimate.stream_time import WAITING, hidden_from
 from bloomery.plan.estimate.streaming import (
     host_memory,
-    in_full,
-    loads_of_step,
+    loads_of,
     passes_over,
     ring_bytes,
+    sent_bytes,
     streamed_by_layer,
 )
 from bloomery.plan.types import RunPlan, StreamPlan
@@ -39,9 +39,9 @@ UNCOMPILED = "weights stream: a layer's weights are in another buffer each time"
 
 
 def refusals(
-    recipe: Recipe, config: ModelConfig, profile: Profile, *, devices: int
+    recipe: Recipe, config: ModelConfig, profile: Profile, stream: Stream, *, devices: int
 ) -> Iterator[tuple[str, str]]:
-    """Why weights do not stream, with the fix; the first is the one to name."""
+    """Why weights do not stream in this way, with the fix; the first is the one to name."""
     device = profile.accelerator
     if device is None:
         yield "the weights of a CPU are in the host's memory already", f"set {KEY}=off"
@@ -60,7 +60,7 @@ def refusals(
             "an optimizer inside backward updates weights on the device, and these are on the host",
             "set optimizer.fused_backward=false",
         )
-    if recipe.train.activation_checkpointing not in ("auto", "full"):
+    if stream == "layers" and recipe.train.activation_checkpointing not in ("auto", "full"):
         yield (
             "each layer is computed again in backward, when it has been loaded once more",
             "set train.activation_checkpointing=full",
@@ -74,7 +74,8 @@ def refuse_stream(recipe: Recipe, config: ModelConfig, profile: Profile, *, devi
     stream = recipe.parallel.stream
     if stream in ("auto", "off"):
         return
-    for reason, fix in refusals(recipe, config, profile, devices=devices):
+    kind: Stream = "experts" if stream == "experts" else "layers"
+    for reason, fix in refusals(recipe, config, profile, kind, devices=devices):
         raise UserError(
             f"weights cannot stream: {reason}", where=f"{KEY}={stream}", fix=fix, code=2
         )
@@ -96,9 +97,41 @@ def _streamed(
 ) -> tuple[MicroBatching, StreamPlan]:
     """The step with weights that stream."""
     micro_batching = choose(replace(shape, stream=stream, compiled=False))
-    micro_batching = replace(micro_batching, checkpointing=Choice("full", RECOMPUTED))
+    if stream == "layers":
+        micro_batching = replace(micro_batching, checkpointing=Choice("full", RECOMPUTED))
     step = micro_batching.step
     return micro_batching, stream_plan(step, estimator, step_tokens=step_tokens)
+
+
+def with_micro_batches(
+    step: StepShape,
+    setting: int | Literal["auto"],
+    *,
+    accumulation: int,
+    measure: Measure,
+    seconds: StepSeconds,
+) -> StepShape:
+    """The step with the number of micro-batches that share each load of a layer.
+
+    `auto`: the fewest with which the step takes no longer than with any larger number that fits.
+    """
+    if setting != "auto":
+        return replace(step, stream_micro_batches=min(setting, accumulation))
+    options = list[tuple[float, StepShape]]()
+    together = 1
+    while together <= accumulation:
+        option = replace(step, stream_micro_batches=together)
+        option_seconds = seconds(option)
+        if option_seconds is None or (options and not measure(option).fits):
+            break
+        options.append((option_seconds, option))
+        together *= 2
+    if not options:
+        return step
+    fewest_seconds = min(option_seconds for option_seconds, _ in options)
+    return next(
+        option for option_seconds, option in options if option_seconds <= SAME_TIME * fewest_seconds
+    )
 
 
 def stream_plan(step: StepShape, estimator: StepEstimator, *, step_tokens: int) -> StreamPlan:
@@ -106,15 +139,10 @@ def stream_plan(step: StepShape, estimator: StepEstimator, *, step_tokens: int) 
     host = host_memory(step)
     sizes = streamed_by_layer(step)
     passes = passes_over(step, step_tokens)
-    full = in_full(step)
-    loads = loads_of_step(
-        len(sizes),
-        passes,
-        extra_forwards=step.extra_forwards + int(step.counts_first),
-    )
-    gradients = step.model.trainable_bytes(step.precision) if full else 0.0
+    loads = loads_of(step, passes)
     tokens_per_load = step.tokens_per_micro_batch * step.stream_micro_batches
     link = estimator.host_link
+    step_parts = estimator.step_parts(step, step_tokens)
     hidden = None
     of_micro_batch = replace(step, stream="off", stream_micro_batches=1)
     parts = estimator.step_parts(of_micro_batch, step.tokens_per_micro_batch)
@@ -128,9 +156,12 @@ def stream_plan(step: StepShape, estimator: StepEstimator, *, step_tokens: int) 
         pinned_bytes=host.pinned,
         host_limit=float(estimator.machine.host.memory_free_bytes),
         loaded_bytes=float(sum(size * count for size, count in zip(sizes, loads, strict=True))),
-        sent_bytes=gradients * passes,
+        sent_bytes=sent_bytes(step, passes),
         tokens_per_load=tokens_per_load,
         hidden_from=hidden,
+        waiting_share=None
+        if step_parts is None or WAITING not in step_parts
+        else step_parts[WAITING].value / total(step_parts).value,
         link="" if link is None else link.text,
     )
 
@@ -224,18 +255,24 @@ def choose_stream(
 
     if stream == "off":
         return stays(ASKED)
-    refusal = next(refusals(recipe, config, profile, devices=1), None)
+    kind: Stream = "experts" if streams_experts(recipe, config) else "layers"
+    refusal = next(refusals(recipe, config, profile, kind, devices=1), None)
     if refusal is not None:
         return stays(refusal[0])
     # What streams is computed again in backward: only larger micro-batches can make up for it.
     fits_in_large = resident.step.checkpointing == "none" or not resident.step.accumulating
     if resident.memory.fits and fits_in_large:
         return stays(FITS)
-    micro_batching, plan = _streamed(
-        shape, "layers", estimator, step_tokens=step_tokens, choose=choose
-    )
-    problem = host_problem(plan, machine)
+    # Experts alone first: all else of a mixture is a small part of it.
+    kinds: tuple[Stream, ...] = ("experts", "layers") if kind == "experts" else ("layers",)
+    for kind in kinds:
+        micro_batching, plan = _streamed(
+            shape, kind, estimator, step_tokens=step_tokens, choose=choose
+        )
+        if micro_batching.memory.fits:
+            break
     fits = micro_batching.memory.fits
+    problem = host_problem(plan, machine)
     if resident.memory.fits:
         # Both fit: the estimate decides where it tells them apart.
         before = seconds(resident.step)
@@ -243,13 +280,18 @@ def choose_stream(
         if before is None or after is None or not fits or problem or after >= WORTH * before:
             return stays(FITS)
         reason = f"saves {1 - after / before:.0%} of the time; {figures(plan)}"
-        return StreamChoice(Choice("layers", reason), micro_batching, plan)
+        return StreamChoice(Choice(kind, reason), micro_batching, plan)
     if problem:
         return stays(problem)
     if not fits:
         return stays("does not fit with streamed weights either")
     reason = f"all weights do not fit on the device; {figures(plan)}"
-    return StreamChoice(Choice("layers", reason), micro_batching, plan)
+    return StreamChoice(Choice(kind, reason), micro_batching, plan)
+
+
+def streams_experts(recipe: Recipe, config: ModelConfig) -> bool:
+    """Whether the experts of the model are frozen, and can stream alone."""
+    return config.experts is not None and recipe.adapter.kind != "none"
 
 
 def figures(plan: StreamPlan) -> str:

@@ -441,13 +441,17 @@ class RolloutPlan(PlanPart):
         return samples * (self.prompt_tokens + self.completion_tokens.value)
 
 
+HIDDEN_SHARE = 0.01  # of a step's time, below which waiting for copies is none
+
+
 class StreamPlan(PlanPart):
     """Weights that live in the host's memory and stream through the device.
 
     `micro_batches`: that a layer computes when it has been loaded. `buffer_bytes`: of the layers on the device.
     `host_bytes`: on the host, by what holds them; `pinned_bytes`: of them, what cannot be swapped out. Copies of a
     step: `loaded_bytes` to the device, `sent_bytes` to the host. `hidden_from`: tokens of a load from which no copy
-    takes longer than the computing beside it; None: the device's speed is unknown.
+    takes longer than the computing beside it; `waiting_share`: of a step's time, in which the device waits for copies.
+    None: the device's speed is unknown.
     """
 
     micro_batches: PositiveInt = 1
@@ -459,12 +463,13 @@ class StreamPlan(PlanPart):
     sent_bytes: float
     tokens_per_load: PositiveInt
     hidden_from: int | None = None
+    waiting_share: float | None = None
     link: str = ""  # with its rate and where that is from; "": unknown
 
     @property
     def hidden(self) -> bool | None:
-        """Whether copies take no longer than the computing beside them; None: unknown."""
-        return None if self.hidden_from is None else self.tokens_per_load >= self.hidden_from
+        """Whether copies cost no time that an estimate would tell; None: unknown."""
+        return None if self.waiting_share is None else self.waiting_share <= HIDDEN_SHARE
 
 
 class RunPlan(PlanPart):

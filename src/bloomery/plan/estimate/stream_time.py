@@ -5,13 +5,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from bloomery.facts.limits import STREAM_STAGED
 from bloomery.hardware.host_links import HostLink
 from bloomery.plan.estimate.activations import recomputed_shares
 from bloomery.plan.estimate.queues import Task, busy_seconds, finish_times
 from bloomery.plan.estimate.speed import FLASH_BACKWARD, attention_flops, rule_flops
 from bloomery.plan.estimate.states import TrainedLayer
 from bloomery.plan.estimate.step import StepShape
-from bloomery.plan.estimate.streaming import in_full, passes_of_step, streamed_by_layer
+from bloomery.plan.estimate.streaming import in_full, passes_of, streamed_by_layer
 from bloomery.plan.types import Estimate
 
 WAITING = "waiting for weights"  # a part of a step's seconds
@@ -88,7 +89,6 @@ def stream_tasks(
     """
     sizes = streamed_by_layer(step)
     full = in_full(step)
-    num_micro_batches = step.stream_micro_batches
     to_device = (link.both_gbs if full else link.to_device_gbs) * 1e9 * faster
     alone = link.to_device_gbs * 1e9 * faster
     from_device = link.both_gbs * 1e9 * faster
@@ -109,32 +109,25 @@ def stream_tasks(
         tasks.append(Task(queue, seconds, after))
         return len(tasks) - 1
 
-    uses_by_pass = passes_of_step(
-        len(sizes),
-        passes,
-        extra_forwards=step.extra_forwards + int(step.counts_first),
-    )
-    for number, uses in enumerate(uses_by_pass):
+    forwards = 1 + step.extra_forwards + int(step.counts_first)
+    for number, uses in enumerate(passes_of(step, passes)):
         for position, use in enumerate(uses):
             for layer in use.loads:
                 rate = to_device if use.is_backward else alone
                 arrivals[layer] = run("to device", sizes[layer] / rate, computed)
             if use.is_backward and not uses[position - 1].is_backward:
-                computed = (run("device", num_micro_batches * times.head, computed),)
-            forwards = 1 + step.extra_forwards + int(step.counts_first)
-            seconds = (
-                times.backward[use.layer]
-                if use.is_backward
-                else times.forward[use.layer] / forwards
-            )
-            arrived = (arrivals[use.layer],)
-            computed = (run("device", num_micro_batches * seconds, (*arrived, *settled)),)
+                computed = (run("device", step.stream_micro_batches * times.head, computed),)
+            seconds = times.forward[use.layer] / forwards
+            if use.is_backward:
+                seconds = times.backward[use.layer]
+            arrived = (arrivals[use.layer],) if use.layer in arrivals else ()
+            computed = (run("device", use.micro_batches * seconds, (*arrived, *settled)),)
             if use.is_backward and full:
-                sent = run("from device", gradient_bytes[use.layer] / from_device, computed)
-                staged.append(sent)
-                if len(staged) > 2:
-                    adding = number > 0 or num_micro_batches > 1
-                    moved = ADDED * gradient_bytes[use.layer] if adding else 0.0
+                # Sums of the first pass leave once, those of later ones micro-batch by micro-batch.
+                sent = gradient_bytes[use.layer] * (use.micro_batches if number else 1)
+                staged.append(run("from device", sent / from_device, computed))
+                if len(staged) > STREAM_STAGED:
+                    moved = ADDED * sent if number else 0.0
                     settled = (run("host", moved / (link.host_gbs * 1e9), (staged.pop(0),)),)
         ends.append(computed[0])
     return tasks, ends

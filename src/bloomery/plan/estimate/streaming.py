@@ -11,7 +11,7 @@ from bloomery.core.units import MIB
 from bloomery.facts.counting import Shape, is_expert_stack, is_layer_matrix
 from bloomery.facts.limits import STREAM_BUFFERS, STREAM_STAGED, aligned_bytes, buffer_bytes
 from bloomery.plan.estimate.activations import kept_by_layer, last_norm_bytes
-from bloomery.plan.estimate.moments import StepMoment, moments
+from bloomery.plan.estimate.moments import StepMoment, kept_logit_bytes, moments
 from bloomery.plan.estimate.states import TrainedLayer, stays_float32
 from bloomery.plan.estimate.step import StepShape
 
@@ -81,7 +81,8 @@ def streamed_moments(step: StepShape) -> Iterator[StepMoment]:
     waiting = step.stream_micro_batches - 1
     stream_bytes = step.tokens_per_micro_batch * step.config.hidden_size * step.residual_bytes
     ends = forward.activations - sum(kept_bytes)
-    all_waiting = waiting * (sum(kept_bytes) + ends + stream_bytes)
+    # Each keeps what the head keeps of it until backward, which begins with all heads.
+    all_waiting = waiting * (sum(kept_bytes) + ends + stream_bytes + kept_logit_bytes(plain))
     layer_gradients = [0.0] * len(kept_bytes)
     accumulated = head = sent = 0.0
     if in_full(step):
@@ -90,8 +91,8 @@ def streamed_moments(step: StepShape) -> Iterator[StepMoment]:
             lambda layer: model.layer_trainable_bytes(layer, step.precision)
         )
         outer = model.trainable_bytes(step.precision) - sum(layer_gradients)
-        head = logits.gradients if not step.accumulating else outer
-        accumulated = outer if step.accumulating else 0.0
+        head = outer if step.accumulating or waiting else logits.gradients
+        accumulated = outer if step.accumulating or waiting else 0.0
         sent = STREAM_STAGED * max(layer_gradients) if step.accumulating else 0.0
 
     def at(moment: StepMoment, activations: float, gradients: float, copies: float) -> StepMoment:
@@ -115,6 +116,8 @@ def streamed_moments(step: StepShape) -> Iterator[StepMoment]:
         kept_before -= kept_bytes[index]
         others = waiting * (kept_before + kept_bytes[index] + ends + stream_bytes)
         gradients = head + sum(on_their_way)
+        if waiting:  # the sum over those that share the load
+            gradients += layer_gradients[index]
         yield at(moment, others, gradients, moment.copies)
         if in_full(step):
             borders = kept_before + kept_bytes[index] + ends - last_norm_bytes(step)
@@ -203,46 +206,75 @@ class LoadOrder:
 
 @dataclass(frozen=True)
 class Use:
-    """A layer computes: `loads` are the copies that begin when the work before it is over."""
+    """A layer computes so many micro-batches: `loads` are the copies that begin when the work before it is over."""
 
     layer: int
     is_backward: bool
     loads: tuple[int, ...]
+    micro_batches: int
 
 
 def passes_over(step: StepShape, tokens: int) -> int:
-    """How often all layers are loaded for so many tokens of a device."""
-    return max(1, round(tokens / (step.tokens_per_micro_batch * step.stream_micro_batches)))
+    """Passes over all layers, each of `stream_micro_batches`, for so many tokens of a device."""
+    return math.ceil(tokens / (step.tokens_per_micro_batch * step.stream_micro_batches))
 
 
-def uses_of_pass(order: LoadOrder, num_layers: int, *, extra_forwards: int) -> list[Use]:
-    """Forward and backward of all layers."""
-    uses = list[Use]()
-    for remaining in reversed(range(1 + extra_forwards)):
-        after_last = 0 if remaining else None
-        for layer in range(num_layers):
-            upcoming = layer + 1 if layer + 1 < num_layers else after_last
-            uses.append(Use(layer, False, tuple(order.load(layer, upcoming))))
-    for layer in reversed(range(num_layers)):
-        upcoming = layer - 1 if layer > 0 else None
-        uses.append(Use(layer, True, tuple(order.load(layer, upcoming))))
-    return uses
+def passes_of(step: StepShape, passes: int) -> list[list[Use]]:
+    """The uses of each pass over the layers in a step, which begins with no layer on the device.
 
-
-def passes_of_step(num_layers: int, passes: int, *, extra_forwards: int = 0) -> list[list[Use]]:
-    """The uses of each pass over the layers in a step, which begins with no layer on the device."""
+    A reference model scores one micro-batch after the other; the load of experts is counted like a forward.
+    """
+    num_layers = len(step.model.layers)
+    streamed = [layer for layer, size in enumerate(streamed_by_layer(step)) if size]
+    following = dict(zip(streamed, [*streamed[1:], None], strict=True))
+    preceding = dict(zip(streamed, [None, *streamed[:-1]], strict=True))
     order = LoadOrder()
-    return [uses_of_pass(order, num_layers, extra_forwards=extra_forwards) for _ in range(passes)]
+
+    def load(layer: int, upcoming: int | None) -> tuple[int, ...]:
+        return tuple(order.load(layer, upcoming)) if layer in following else ()
+
+    together = step.stream_micro_batches
+    forwards = [1] * (step.extra_forwards * together) + [together] * int(step.counts_first)
+    all_uses = list[list[Use]]()
+    for _ in range(passes):
+        uses = list[Use]()
+        for micro_batches in forwards:
+            for layer in range(num_layers):
+                upcoming = following.get(layer)
+                if upcoming is None and streamed:
+                    upcoming = streamed[0]
+                uses.append(Use(layer, False, load(layer, upcoming), micro_batches))
+        for layer in range(num_layers):
+            uses.append(Use(layer, False, load(layer, following.get(layer)), together))
+        for layer in reversed(range(num_layers)):
+            uses.append(Use(layer, True, load(layer, preceding.get(layer)), together))
+        all_uses.append(uses)
+    return all_uses
 
 
-def loads_of_step(num_layers: int, passes: int, *, extra_forwards: int = 0) -> list[int]:
+def loads_of(step: StepShape, passes: int) -> list[int]:
     """How often each layer is copied to the device in a step."""
     # All passes after the second are alike.
-    counted = passes_of_step(num_layers, min(passes, 2), extra_forwards=extra_forwards)
-    loads = [0] * num_layers
-    for number, uses in enumerate(counted):
+    loads = [0] * len(step.model.layers)
+    for number, uses in enumerate(passes_of(step, min(passes, 2))):
         times = passes - 1 if number == 1 else 1
         for use in uses:
             for layer in use.loads:
                 loads[layer] += times
     return loads
+
+
+def sent_bytes(step: StepShape, passes: int) -> float:
+    """Bytes of gradients that leave the device in a step, of a model that is trained in full.
+
+    Those of micro-batches that share a load are summed on the device while the host has none of the layer. Later each
+    micro-batch's leave by themselves, so that sums are formed in the order of micro-batches. What is no layer sends
+    once.
+    """
+    if not in_full(step):
+        return 0.0
+    layers = sum(
+        step.model.by_layer(lambda layer: step.model.layer_trainable_bytes(layer, step.precision))
+    )
+    outer = step.model.trainable_bytes(step.precision) - layers
+    return layers * (1 + (passes - 1) * step.stream_micro_batches) + outer
