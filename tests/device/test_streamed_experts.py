@@ -45,6 +45,11 @@ CASES: dict[str, dict[str, Any]] = {
     "int8": {"adapter": ATTENTION, "quantize": Quantize(kind="int8")},
     "bfloat16": {"adapter": EXPERTS, "train": {"precision": "bfloat16"}},
     "float16": {"adapter": EXPERTS, "train": {"precision": "float16"}},
+    "nf4, micro-batches in pairs": {
+        "adapter": EXPERTS,
+        "quantize": NF4,
+        "train": {"micro_batch_size": 1, "accumulation": 5, "stream_micro_batches": 2},
+    },
     "one micro-batch": {"adapter": EXPERTS, "train": {"micro_batch_size": 4, "accumulation": 1}},
 }
 
@@ -93,7 +98,7 @@ def those(names: Iterable[str], *, quick: str) -> list[Any]:
     return [pytest.param(name, marks=marks[name], id=name) for name in names]
 
 
-@pytest.mark.parametrize("name", those(CASES, quick="nf4, adapted experts"))
+@pytest.mark.parametrize("name", those(CASES, quick="nf4, micro-batches in pairs"))
 def test_the_bits_are_those_of_experts_on_the_device(
     corpus: Path, bases: dict[str, Path], tmp_path: Path, name: str
 ) -> None:

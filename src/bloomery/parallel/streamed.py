@@ -10,12 +10,13 @@ B bytes of a layer. Copies are ordered by events alone: the host waits for gradi
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from bloomery.facts.counting import is_never_trained
 from bloomery.facts.limits import STREAM_BUFFERS, aligned_bytes
@@ -26,6 +27,7 @@ from bloomery.model.io.quantized import QuantizedWeight
 from bloomery.parallel.host_gradients import HostGradients
 from bloomery.parallel.host_memory import HostLayer, Place, give_memory
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
+from bloomery.parallel.ordered_sums import Arrived, with_ordered_sums, with_own_leaves
 from bloomery.parallel.staging import StagedCopy, staging_of
 from bloomery.parallel.transfers import CopyStream, CopyUnderWay
 from bloomery.plan.types import HostPlacement
@@ -87,14 +89,16 @@ class LayerRing:
 
         `upcoming`: the layer that is asked for next, whose copy begins when the work that is queued by now is over.
         """
-        buffer = self._with(index) or self._begin(index, keep=None)
-        self._uses += 1
-        buffer.used = self._uses
-        if buffer.arriving is not None:
-            buffer.arriving.finish()
-            buffer.arriving = None
-        if upcoming is not None and self._with(upcoming) is None:
-            self._begin(upcoming, keep=buffer)
+        # Checkpointing that keeps some results compares what forward and backward compute: copies are no part of that.
+        with _disable_current_modes():
+            buffer = self._with(index) or self._begin(index, keep=None)
+            self._uses += 1
+            buffer.used = self._uses
+            if buffer.arriving is not None:
+                buffer.arriving.finish()
+                buffer.arriving = None
+            if upcoming is not None and self._with(upcoming) is None:
+                self._begin(upcoming, keep=buffer)
         return buffer.bytes_B[: self._layers[index].num_bytes]
 
     def load_parts(
@@ -252,7 +256,7 @@ class StreamedWeights:
             if self._in_full:
                 tensors = self._with_gradients(index, tensors)
             elif self._num_together > 1:
-                resident = self._with_ordered_sums(index)
+                resident = with_ordered_sums(self._model.model.layers[index])
         with layer.replaced(tensors), resident:
             return forward(*args, **kwargs)
 
@@ -268,7 +272,7 @@ class StreamedWeights:
         """The tensors of a layer whose gradients go to the host; those that are frozen as they are."""
         places = self._layers[index].places
         trained = [number for number, place in enumerate(places) if place.tensor.requires_grad]
-        arrived = _Arrived.apply(  # type: ignore[no-untyped-call]  # torch's `apply`
+        arrived = Arrived.apply(  # type: ignore[no-untyped-call]  # torch's `apply`
             partial(self._gather_gradients, index, self._num_together),
             [tensors[number] for number in trained],
             *(places[number].tensor for number in trained),
@@ -306,56 +310,10 @@ class StreamedWeights:
             return outputs
         self._num_together = len(inputs)
         try:
-            outputs = self._with_outer(lambda: forward_all(self._with_own_leaves(inputs)))
+            outputs = self._with_outer(lambda: forward_all(with_own_leaves(self._model, inputs)))
         finally:
             self._num_together = 1
         return outputs
-
-    # Several micro-batches in one backward. Autograd would add the gradients of all of them first, and their sum to
-    # those of micro-batches before: rounding would be another. So each adds its own, in their order.
-
-    def _with_own_leaves(self, inputs: Sequence[ForwardInput]) -> list[ForwardInput]:
-        """Inputs that compute with leaves of their own: of the same memory, and of the same memory of gradients."""
-        places = [
-            Place(module._parameters, name, 0, parameter.shape, parameter.dtype)
-            for path, module in self._model.named_modules()
-            if not path.startswith("model.layers.")
-            for name, parameter in module._parameters.items()
-            if parameter is not None and parameter.requires_grad
-        ]
-        outer = HostLayer(places, 0)
-        changed = []
-        for forward_input in inputs:
-            leaves = dict[Tensor, nn.Parameter]()  # a tied matrix is one
-            for place in places:
-                parameter = place.tensor
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                if parameter not in leaves:
-                    leaves[parameter] = nn.Parameter(parameter.detach())
-                    leaves[parameter].grad = parameter.grad
-            own = [leaves[place.tensor] for place in places]
-            changed.append(replace(forward_input, around=partial(outer.replaced, own)))
-        return changed
-
-    def _with_ordered_sums(self, index: int) -> AbstractContextManager[None]:
-        """Inside, the trained tensors of a layer that are on the device add each micro-batch's gradients by itself."""
-        block = self._model.model.layers[index]
-        places = [
-            Place(module._parameters, name, 0, parameter.shape, parameter.dtype)
-            for module in block.modules()
-            for name, parameter in module.named_parameters(recurse=False)
-            if parameter.requires_grad
-        ]
-        parameters = [place.tensor for place in places]
-        if not parameters:
-            return nullcontext()
-        arrived = _Arrived.apply(  # type: ignore[no-untyped-call]  # torch's `apply`
-            partial(_add_gradients, parameters),
-            [parameter.detach() for parameter in parameters],
-            *parameters,
-        )
-        return HostLayer(places, 0).replaced(arrived)
 
     # Gradients.
 
@@ -426,34 +384,3 @@ class _Sum:
                 self.gradients[number] = gradient if so_far is None else so_far
             else:
                 self.gradients[number] = so_far + gradient
-
-
-def _add_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """To the `grad` of each, as autograd does for a leaf."""
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        if gradient is None:
-            continue
-        if parameter.grad is None:
-            parameter.grad = gradient.clone()
-        else:
-            parameter.grad += gradient
-
-
-class _Arrived(torch.autograd.Function):
-    """Weights on the device that stand for the host's parameters. Backward hands their gradients to `send`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        send: Callable[[Sequence[Tensor | None]], None],
-        on_device: Sequence[Tensor],
-        *_parameters: Tensor,
-    ) -> tuple[Tensor, ...]:
-        ctx.send = send
-        ctx.set_materialize_grads(False)
-        return tuple(on_device)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        ctx.send(gradients)
-        return (None, None, *(None for _ in gradients))

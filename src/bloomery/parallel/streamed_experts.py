@@ -7,21 +7,23 @@ multiplies.
 B bytes of a layer's experts. N tokens, K experts that a token meets, D width.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from bloomery.facts.limits import STREAM_BUFFERS, copies_chosen
-from bloomery.model.decoder import Decoder
+from bloomery.model.decoder import Decoder, Output
 from bloomery.model.experts import ExpertMLPs
+from bloomery.model.forward_input import ForwardInput
 from bloomery.parallel.host_memory import HostLayer, Place, give_memory
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
+from bloomery.parallel.ordered_sums import with_ordered_sums, with_own_leaves
 from bloomery.parallel.staging import StagedCopy
 from bloomery.parallel.streamed import LayerRing, in_backward, layer_of
 from bloomery.parallel.transfers import CopyUnderWay
@@ -133,6 +135,10 @@ class StreamedExperts:
                     self._mixed, len(self._layers), experts.mixed
                 )
                 self._layers.append(layer)
+        self._num_together = 1  # micro-batches that share a load
+        for block in model.model.layers:
+            block.forward = partial(self._block_forward, block, block.forward)
+        model.forward_all = partial(self._forward_all, model.forward_all)  # type: ignore[method-assign]
 
     def allocate(self) -> None:
         """Give the model memory, undefined: experts on the host, all else on the device."""
@@ -157,6 +163,25 @@ class StreamedExperts:
     def weights_changed(self) -> None:
         """Call after every change of the host's weights: what the device has of them is no longer used."""
         self.ring.forget()
+
+    def _forward_all(
+        self, forward_all: Callable[..., list[Output]], inputs: Sequence[ForwardInput]
+    ) -> list[Output]:
+        """Of micro-batches that share each load."""
+        if len(inputs) == 1 or not torch.is_grad_enabled():
+            return forward_all(inputs)
+        self._num_together = len(inputs)
+        try:
+            return forward_all(with_own_leaves(self._model, inputs))
+        finally:
+            self._num_together = 1
+
+    def _block_forward(
+        self, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        is_together = self._num_together > 1 and torch.is_grad_enabled()
+        with with_ordered_sums(block) if is_together else nullcontext():
+            return forward(*args, **kwargs)
 
     def _mixed(
         self,
