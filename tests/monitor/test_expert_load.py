@@ -1,8 +1,12 @@
 """The load of experts in events: what readers make of it, also of a file that somebody changed."""
 
+from dataclasses import replace
+
 import pytest
 
+from bloomery.monitor import diagnosis
 from bloomery.monitor.events import EventLog, ExpertLoad, Resumed, read_events
+from bloomery.monitor.history import Diagnosis, PlanFacts, history_of
 from bloomery.monitor.words import load_text, log_line
 from bloomery.report.charts import HEAT, HeatMap, heat_class, heat_map
 from bloomery.report.experts import load_map
@@ -66,3 +70,47 @@ def test_terminals_say_how_uneven_the_load_is() -> None:
     assert load_text({"router/highest_load": 2.345}) == "up to 2.35 x"
     text = load_text({"router/highest_load": 8.0, "router/dead_experts": 3.0})
     assert text == "up to 8 x, 3 dead"
+
+
+MIXTURE = PlanFacts(router_loss=0.001, tokens_per_step=8192, vocab_size=1000)
+
+
+def said_of(
+    loads: list[list[float]], facts: PlanFacts = MIXTURE, every: int = 5
+) -> list[Diagnosis]:
+    """What is said of a run with these loads of layer 3, beside an even layer 1."""
+    events = []
+    for number, ratios in enumerate(loads, 1):
+        events += [step_done(number * every), load(number * every, l1=[1.0] * 8, l3=ratios)]
+    return [
+        d for d in diagnosis.why_not_learning(history_of(events), facts) if d.cause == "experts"
+    ]
+
+
+DEAD = [2.0, 0.0, 1.0, 1.0, 1.0, 0.0, 2.0, 1.0]
+SEEN = [1.0] * 8
+
+
+def test_experts_without_tokens_are_named_with_their_cure() -> None:
+    (said,) = said_of([SEEN] * 10 + [DEAD] * 20)
+    assert said.problem.startswith("2 experts are dead")
+    assert "20 of the last 96 steps" in said.evidence and "2 of 8 in layer 3" in said.evidence
+    assert "router.loss=0.01 (now 0.001)" in said.fix
+    assert "router.loss=0.01:" in said_of([DEAD] * 20, replace(MIXTURE, router_loss=0.0))[0].fix
+    with_bias = replace(MIXTURE, router_loss=0.0, router_bias_update=0.001)
+    assert "router.bias_update=0.01 (now 0.001)" in said_of([DEAD] * 20, with_bias)[0].fix
+
+
+@pytest.mark.parametrize(
+    ("loads", "facts", "every"),
+    [
+        ([DEAD] * 19 + [SEEN], MIXTURE, 5),  # each had tokens
+        ([DEAD] * 9, MIXTURE, 50),  # too few
+        ([DEAD] * 20, MIXTURE, 1),  # for too few steps
+        ([DEAD] * 20, replace(MIXTURE, tokens_per_step=50), 5),  # by chance
+        ([DEAD] * 20, replace(MIXTURE, router_loss=None), 5),  # a frozen router
+        ([[1.0] * 7] * 10 + [DEAD] * 10, MIXTURE, 5),  # another model's
+    ],
+)
+def test_nothing_is_said_of_experts_that_may_live(loads, facts, every) -> None:
+    assert said_of(loads, facts, every) == []

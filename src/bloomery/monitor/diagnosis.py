@@ -52,6 +52,12 @@ REPEATS = 0.3  # of the documents
 # Repeated tokens help as much as new ones up to there (Muennighoff et al., arXiv:2305.16264)
 EPOCHS = 4
 
+# Experts that no token chose in any of the newest loads, at least UNCHOSEN_STEPS apart, each with an even share of
+# UNCHOSEN_TOKENS tokens of them: by chance alone none is without one. Of many thousand some may be.
+UNCHOSEN_STEPS = 50
+UNCHOSEN_TOKENS = 200
+UNCHOSEN = 0.01  # of all experts
+
 SECONDS = 30.0  # of steps before a speed is checked: less is noise
 
 # Each threshold is a share of the time that is worth an edit of the recipe.
@@ -380,6 +386,43 @@ def _overfitting(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
     yield from _repeats(history, facts)
 
 
+def _unchosen_experts(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
+    """Experts of trained routers that get no tokens, and so no gradient. A frozen router chooses as it always did."""
+    loads = [dict(load.rows()) for load in history.expert_loads]
+    if facts.router_loss is None or len(loads) < FEW // 2 or not all(loads):
+        return
+    num_steps = history.expert_loads[-1].step - history.expert_loads[0].step + 1
+    num_experts = len(next(iter(loads[0].values())))
+    if (
+        num_steps < UNCHOSEN_STEPS
+        or len(loads) * facts.tokens_per_step < UNCHOSEN_TOKENS * num_experts
+    ):
+        return
+    unchosen = {
+        layer: sum(not any(ratios) for ratios in zip(*(load[layer] for load in loads), strict=True))
+        for layer in loads[-1]
+        if all(len(load.get(layer, ())) == num_experts for load in loads)
+    }
+    count = sum(unchosen.values())
+    if count < UNCHOSEN * num_experts * max(1, len(unchosen)):
+        return
+    worst = max(unchosen, key=unchosen.__getitem__)
+    evidence = (
+        f"no token chose them in {len(loads)} of the last {num_steps:,} steps; "
+        f"{unchosen[worst]} of {num_experts} in layer {worst}"
+    )
+    if facts.router_bias_update:
+        fix = f"set router.bias_update={_rounded(10 * facts.router_bias_update)} (now {facts.router_bias_update:g})"
+    elif facts.router_loss:
+        fix = (
+            f"set router.loss={_rounded(10 * facts.router_loss)} (now {facts.router_loss:g}), "
+            "and router.pooled=false for a new model"
+        )
+    else:
+        fix = "set router.loss=0.01: nothing asks the routers to use all experts"
+    yield Diagnosis("experts", f"{count:,} experts are dead: they learn nothing", evidence, fix)
+
+
 def _rounded(value: float) -> str:
     """One digit: a value to try, not a result."""
     return f"{float(f'{value:.0e}'):g}"
@@ -561,6 +604,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "plateau": (_rate_too_high, _gradient),  # of a loss that does not fall
     "plateau, too": (_warmup, _tokenizer, _repeats),
     "overfit": (_overfitting,),
+    "experts": (_unchosen_experts,),  # beside whatever the loss does
     "slow at once": (_attention,),
     "slow": (
         _data,
@@ -583,13 +627,13 @@ def _apply(rules: str, history: RunHistory, facts: PlanFacts) -> list[Diagnosis]
 def why_not_learning(history: RunHistory, facts: PlanFacts) -> list[Diagnosis]:
     """Reasons why the loss does not fall, the most certain first; empty for a healthy or a young run.
 
-    Rules with direct evidence first; the loss curve is only interpreted when none of them applies. Rewards are judged
-    next to either: what is wrong with them is measured, too.
+    Rules with direct evidence first; the loss curve is only interpreted when none of them applies. Rewards and the load
+    of experts are judged next to either: what is wrong with them is measured, too.
     """
-    rewarded = list(why_rewards_do_not_rise(history, facts))
+    beside = [*why_rewards_do_not_rise(history, facts), *_apply("experts", history, facts)]
     for rule in RULES["direct"]:
         if evident := list(rule(history, facts)):
-            return [*evident, *rewarded]
+            return [*evident, *beside]
 
     diagnoses = _apply("curve", history, facts)
     if not diagnoses and _stuck(history, facts):
@@ -603,7 +647,7 @@ def why_not_learning(history: RunHistory, facts: PlanFacts) -> list[Diagnosis]:
                 Diagnosis("stuck", "the loss does not fall, for no measured reason", evidence, fix)
             ]
         diagnoses += _apply("plateau, too", history, facts)
-    return [*diagnoses, *rewarded, *_apply("overfit", history, facts)]
+    return [*diagnoses, *beside, *_apply("overfit", history, facts)]
 
 
 def why_slow(history: RunHistory, facts: PlanFacts) -> list[Diagnosis]:

@@ -11,6 +11,7 @@ from bloomery.monitor.events import (
     DeviceStats,
     EvalDone,
     Event,
+    ExpertLoad,
     RunStarted,
     Saved,
     StepDone,
@@ -54,6 +55,9 @@ class PlanFacts:
     step_seconds: tuple[float, float] | None = (
         None  # the plan's range, without sampling completions
     )
+    # Of a mixture whose routers train: the coefficient of the loss that evens the load; None: of another model.
+    router_loss: float | None = None
+    router_bias_update: float = 0.0
     # Of a run with rewards.
     highest_reward: float | None = None  # that a completion can have, where that is known
     max_completion_length: int = 0
@@ -96,6 +100,7 @@ class RunHistory:
     gpus: deque[DeviceStats] = field(default_factory=lambda: deque(maxlen=RECENT * 8))
     # PyTorch's memory in the training process.
     allocator: deque[DeviceStats] = field(default_factory=lambda: deque(maxlen=RECENT))
+    expert_loads: deque[ExpertLoad] = field(default_factory=lambda: deque(maxlen=FEW))
     evaluations: dict[int, float] = field(default_factory=dict)  # step -> validation loss
     attention: str = ""
     step: int = 0
@@ -121,6 +126,8 @@ class RunHistory:
                 self._add_step(event)
             case StepHealth():
                 self._add_health(event)
+            case ExpertLoad():
+                self.expert_loads.append(event)
             case EvalDone(loss=float() as loss):
                 self.evaluations[event.step] = loss
                 self.evaluation_seconds += event.seconds
@@ -181,6 +188,9 @@ class RunHistory:
         )
         self.health = deque(
             (health for health in self.health if health.step <= step), maxlen=RECENT
+        )
+        self.expert_loads = deque(
+            (load for load in self.expert_loads if load.step <= step), maxlen=FEW
         )
         self.allocator = deque(
             (sample for sample in self.allocator if sample.step <= step), maxlen=RECENT

@@ -8,7 +8,7 @@ from bloomery.facts.config import ModelConfig
 from bloomery.model.adapters.settings import modules_to_save
 from bloomery.plan.choices import ASKED
 from bloomery.plan.types import RouterPlan
-from bloomery.recipe.schema import Lora, NoAdapter, Recipe, RouterSection
+from bloomery.recipe.schema import Adapter, Lora, NoAdapter, Recipe, RouterSection
 
 ROUTER = ".mlp.gate"  # how the names of routers end
 # The largest coefficient of a config that `auto` takes, ten times the largest default of a class of transformers; and
@@ -40,7 +40,7 @@ def choose_loss(recipe: Recipe, config: ModelConfig) -> Choice[float]:
         return Choice(0.0 if asked == "none" else asked, ASKED)
     if recipe.router.bias_update:
         return Choice(0.0, "router.bias_update evens the load without a loss")
-    if not trains_router(recipe, config):
+    if not trains_router(recipe.adapter, config):
         reason = "the adapter leaves the router frozen"
         return Choice(0.0, f"{reason}; the config's {stated:g} is for full training")
     if not stated:
@@ -55,8 +55,7 @@ def choose_loss(recipe: Recipe, config: ModelConfig) -> Choice[float]:
     return Choice(stated, "router_aux_loss_coef of the model's config")
 
 
-def trains_router(recipe: Recipe, config: ModelConfig) -> bool:
-    adapter = recipe.adapter
+def trains_router(adapter: Adapter, config: ModelConfig) -> bool:
     if isinstance(adapter, NoAdapter):
         return True
     if not isinstance(adapter, Lora):

@@ -12,6 +12,7 @@ from bloomery.hardware.profile import build_profile
 from bloomery.monitor.history import PlanFacts
 from bloomery.plan.estimate.speed import device_rate, useful_flops
 from bloomery.plan.estimate.states import TrainedModel
+from bloomery.plan.routers import trains_router
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.objectives import Rollouts
 from bloomery.recipe.rewards import VerifierReward
@@ -77,6 +78,7 @@ def diagnosis_facts(plan: RunPlan, machine: Machine | None) -> PlanFacts:
     aim = objective.spec
     nats = aim.loss_unit == "token"
     own_rate = OPTIMIZERS[optimizer.kind].own_rate
+    router = train.router if trains_router(plan.adapter, config) else None
     return PlanFacts(
         vocab_size=config.vocab_size if nats else None,  # a guess is worth ln V to these alone
         fresh=plan.model.source is None and nats,  # other losses begin and fall otherwise
@@ -106,6 +108,8 @@ def diagnosis_facts(plan: RunPlan, machine: Machine | None) -> PlanFacts:
         saves_in_background=plan.checkpoint.async_save,
         memory_limit_gib=plan.memory.limit / GIB,
         step_seconds=None if estimate is None else (estimate.low, estimate.high),
+        router_loss=None if router is None else router.loss,
+        router_bias_update=0.0 if router is None else router.bias_update,
         highest_reward=_highest_reward(plan),
         max_completion_length=objective.max_completion_length
         if isinstance(objective, Rollouts)
