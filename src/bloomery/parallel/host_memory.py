@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from bloomery.model.decoder import Decoder
+from bloomery.model.io.quantized import QuantizedWeight
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.parallel.shared_memory import shared_bytes
 from bloomery.parallel.staging import FileBytes, Piece
-from bloomery.parallel.transfers import pinned_all
+from bloomery.parallel.transfers import has_own_memory, pinned_all
 from bloomery.plan.types import HostPlacement
 
 
@@ -52,7 +53,9 @@ class HostLayer:
     places: list[Place]
     num_bytes: int
     host_B: Tensor = field(init=False)
-    in_files: dict[int, FileBytes] = field(default_factory=dict)  # by the first byte of a place
+    # By the first byte of a place, where the layer is in files; and which of them are the model's own.
+    in_files: dict[int, FileBytes] = field(default_factory=dict)
+    in_model_files: set[int] = field(default_factory=set)
 
     def without_data(self) -> Tensor:
         """Its bytes on the meta device [B]: what memory is asked for."""
@@ -163,4 +166,7 @@ def give_memory(
         lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
     )
     model.tie()
+    for module in model.modules():
+        if isinstance(module, QuantizedWeight) and has_own_memory(device):
+            module.quantizes_on = device
     return HostCopy(layers, mesh, is_shared, fills)

@@ -374,6 +374,8 @@ class QuantizedWeight(nn.Module):
         *_, self.outputs, self.inputs = shape
         self.rows = math.prod(shape[:-1])
         self.base = quantize.kind
+        # What computes the codes, where they are kept somewhere else: a CPU takes minutes for a large model.
+        self.quantizes_on: torch.device | None = None
         self.reader = ready_reader(reader)
         sizes = buffer_bytes(self.rows * self.inputs, quantize.kind, quantize.double_quant)
         codes, scales, outer = (
@@ -418,6 +420,13 @@ class QuantizedWeight(nn.Module):
         return dequantized(self.stored, dtype).view(self.shape)
 
     @property
+    def device(self) -> torch.device:
+        """Where `fill` computes, so that pieces had better be there."""
+        if self.quantizes_on is None or self.codes.is_meta:
+            return self.codes.device
+        return self.quantizes_on
+
+    @property
     def rows_at_once(self) -> int:
         """`fill` takes pieces of a multiple of so many rows: whole blocks."""
         return next(
@@ -440,7 +449,7 @@ class QuantizedWeight(nn.Module):
         part_scales = []
         for piece in pieces:
             for part in torch.split(piece, rows_per_part):
-                codes, scales = quantize(part.to(self.codes.device).flatten())
+                codes, scales = quantize(part.to(self.device).flatten())
                 _put_from(code_start, codes, self.codes)
                 code_start += len(codes)
                 part_scales.append(scales)

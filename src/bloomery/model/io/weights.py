@@ -497,7 +497,7 @@ def read_model(
             if weight.codes.is_meta:
                 continue
             if model.is_converted(name):
-                weight.fill([model.converted(name).to(weight.codes.device)], name=name)
+                weight.fill([model.converted(name).to(weight.device)], name=name)
                 continue
             _read_quantized(weight, model, name)
 
@@ -614,7 +614,7 @@ def _copy_model(decoder: Decoder, values: Mapping[str, Tensor], new: Collection[
         if name in VOCABULARY:
             fill_new_rows(parameter, len(values[name]), new)
     for name, weight in quantized_weights(decoder):
-        weight.fill([values[name].to(weight.codes.device)], name=name)
+        weight.fill([values[name].to(weight.device)], name=name)
 
 
 def fill_new_rows(parameter: Tensor, num_known: int, new_ids: Collection[int]) -> None:
@@ -645,7 +645,7 @@ def _read_quantized(weight: QuantizedWeight, model: StoredModel, name: str) -> N
     location = model.locations[name]
     # The rows of a transposed matrix lie across the file: the one case where a full matrix is held.
     if location.transposed:
-        matrix = torch.empty(weight.shape, dtype=tensor.dtype, device=weight.codes.device)
+        matrix = torch.empty(weight.shape, dtype=tensor.dtype, device=weight.device)
         model.reader.fill(matrix, tensor, first=location.first, transposed=True)
         weight.fill([matrix], name=name)
         return
@@ -659,7 +659,7 @@ def _rows_of(weight: QuantizedWeight, model: StoredModel, name: str, rows: int) 
         model.tensors[name],
         0 if location.stacked else location.first,
         rows,
-        device=weight.codes.device,
+        device=weight.device,
         multiple=weight.rows_at_once,
     )
     for _, piece in pieces:
