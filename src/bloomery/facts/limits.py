@@ -49,6 +49,9 @@ PINNED_CHUNK = 2**24
 # under way at once, in the device's memory and in staging buffers.
 STREAM_BUFFERS = 2
 STREAM_STAGED = 2
+# Pinned buffers through which weights pass that are not pinned, and the bytes of each: a few milliseconds of a link.
+STREAM_STAGING_BUFFERS = 3
+STREAM_STAGING_BYTES = 32 * 2**20
 
 # Weights that share a scale (arXiv:2305.14314, section 3; the default of bitsandbytes).
 WEIGHTS_BLOCK = 64

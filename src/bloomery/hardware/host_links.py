@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile
 
-# Bytes that a CPU's optimizer moves per second: two channels of DDR4-3200 give 35 of their 51 GB/s. Of a checked CPU it
-# is the copies of all cores, at most.
+# Bytes that a CPU's optimizer moves per second: two channels of DDR4-3200 give 35 of their 51 GB/s.
 HOST_GBS = 35.0
+DISK_GBS = 3.0  # of files, assumed: an NVMe drive on PCIe 3 or 4
+HOST_CORES = 8  # assumed where the host is not here
 # What a copy from memory that is not pinned reaches of one that is: 12.9 to 18 of 23.9 GB/s on an RTX 4090.
 PAGEABLE_SHARE = 0.55
 
@@ -20,15 +21,19 @@ PAGEABLE_SHARE = 0.55
 class HostLink:
     """GB/s of copies between a GPU and pinned memory of its host, per direction.
 
-    `both_gbs`: of each direction while both copy. `host_gbs`: of an update on the CPU, bytes read and written.
-    `spread`: the factor by which copies may be slower or faster.
+    `both_gbs`: of each direction while both copy. `pageable_gbs`: from memory that is not pinned, through buffers that
+    are; `disk_gbs`: from files. `host_gbs`: of an update on the CPU, bytes read and written, by `host_cores`, with
+    compiled code or without. `spread`: the factor by which copies may be slower or faster.
     """
 
     to_device_gbs: float
     from_device_gbs: float
     both_gbs: float
     pageable_gbs: float
+    disk_gbs: float
     host_gbs: float
+    host_cores: int
+    host_compiles: bool
     reason: str
     spread: float
 
@@ -48,7 +53,6 @@ _BY_LINK: tuple[tuple[str, float, str], ...] = (
     (r"PCIe3|NVLink2", 12.0, "assumed: PCIe 3 with 16 lanes, 76% of 15.8 GB/s"),
 )
 ASSUMED_SPREAD = 1.25  # the slot of the owner's board may be narrower
-MEASURED_SPREAD = 1.05
 BOTH_SHARE = 0.85  # of a direction alone: 48.2 of 28.4 + 29.0 GB/s on an RX 7900 XTX
 
 
@@ -58,32 +62,30 @@ def host_link(profile: Profile, machine: Machine) -> HostLink | None:
     gpu = profile.gpu
     if device is None or device.integrated or gpu is None:
         return None
-    host_gbs = HOST_GBS
-    if machine.cpu_check is not None:
-        host_gbs = machine.cpu_check.copy_gbs * machine.host.cpu_cores
-    measured = gpu.host_gbs
-    if measured:
-        return HostLink(
-            to_device_gbs=measured["to_device"],
-            from_device_gbs=measured["from_device"],
-            both_gbs=measured.get("both", BOTH_SHARE * 2 * measured["to_device"]) / 2,
-            pageable_gbs=measured.get("pageable", PAGEABLE_SHARE * measured["to_device"]),
-            host_gbs=host_gbs,
-            reason="published measurement of such a GPU",
-            spread=ASSUMED_SPREAD,
+    rates = dict(gpu.host_gbs)
+    reason = "published measurement of such a GPU"
+    if not rates:
+        rate, reason = next(
+            ((rate, reason) for pattern, rate, reason in _BY_LINK if re.search(pattern, gpu.link)),
+            (0.0, ""),
         )
-    rate, reason = next(
-        ((rate, reason) for pattern, rate, reason in _BY_LINK if re.search(pattern, gpu.link)),
-        (0.0, ""),
-    )
-    if not rate:
+        rates = {"to_device": rate, "from_device": rate}
+    if not rates["to_device"]:
         return None
+
+    # Of the host of a GPU that is planned for nothing is known but what a machine with such a GPU usually has.
+    is_here = machine.host.memory_origin == "read"
+    to_device = rates["to_device"]
+    both = rates.get("both", BOTH_SHARE * (to_device + rates["from_device"]))
     return HostLink(
-        to_device_gbs=rate,
-        from_device_gbs=rate,
-        both_gbs=BOTH_SHARE * rate,
-        pageable_gbs=PAGEABLE_SHARE * rate,
-        host_gbs=host_gbs,
+        to_device_gbs=to_device,
+        from_device_gbs=rates["from_device"],
+        both_gbs=both / 2,
+        pageable_gbs=rates.get("pageable", PAGEABLE_SHARE * to_device),
+        disk_gbs=DISK_GBS,
+        host_gbs=HOST_GBS,
+        host_cores=machine.host.cpu_cores if is_here else HOST_CORES,
+        host_compiles=not is_here or machine.host.compiler is not None,
         reason=reason,
         spread=ASSUMED_SPREAD,
     )

@@ -17,10 +17,8 @@ from torch import Tensor
 
 from bloomery.core.device import current_stream, new_stream, on_stream
 from bloomery.core.errors import UserError
+from bloomery.facts.limits import STREAM_STAGING_BUFFERS, STREAM_STAGING_BYTES
 from bloomery.parallel.transfers import has_own_memory, pinned_block
-
-STAGING_BUFFERS = 3
-STAGING_BYTES = 32 * 2**20  # of each: a few milliseconds of a link
 
 
 @final
@@ -106,8 +104,8 @@ class StagingRing:
         self,
         device: torch.device,
         *,
-        num_buffers: int = STAGING_BUFFERS,
-        buffer_bytes: int = STAGING_BYTES,
+        num_buffers: int = STREAM_STAGING_BUFFERS,
+        buffer_bytes: int = STREAM_STAGING_BYTES,
     ) -> None:
         self._device = device
         self._buffer_bytes = buffer_bytes
@@ -144,4 +142,4 @@ def staging_of(device: torch.device, largest: int) -> StagingRing | None:
     """Of copies of `largest` bytes at most. None for a device whose memory is the host's: they are read in place."""
     if not has_own_memory(device):
         return None
-    return StagingRing(device, buffer_bytes=min(STAGING_BYTES, max(1, largest)))
+    return StagingRing(device, buffer_bytes=min(STREAM_STAGING_BYTES, max(1, largest)))

@@ -397,7 +397,8 @@ def _planned_step(
         accumulating=train.accumulation > 1 and not plain.mode.fused_backward,
         context=train.context,
         stream=train.stream,
-        stream_micro_batches=1 if plan.stream is None else plan.stream.micro_batches,
+        stream_micro_batches=train.stream_micro_batches,
+        stream_host=train.stream_host,
     )
     estimator = StepEstimator.of(plan, machine, profile)
     moments = RolloutMoments.of_plan(plan, step)

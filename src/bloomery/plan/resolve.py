@@ -176,6 +176,7 @@ def resolve(loaded_recipe: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: 
             offload_activations=settings.offload_activations,
             stream=step.stream.value,
             stream_micro_batches=step.micro_batching.step.stream_micro_batches,
+            stream_host=step.micro_batching.step.stream_host,
         ),
         checkpoint=checkpoints.value,
         eval=EvalPlan(
@@ -587,6 +588,7 @@ def _decisions(
         "train.micro_batch_size": micro_batching.micro_batch_size,
         "train.activation_checkpointing": micro_batching.checkpointing,
         "parallel.stream": step.stream,
+        **({} if step.stream_plan is None else streaming.host_choices(step.stream_plan)),
         "train.deterministic": choose_deterministic(recipe, profile),
         "train.device": profile.device,
         "model.score_chunk": micro_batching.score_chunk,

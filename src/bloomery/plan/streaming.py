@@ -6,25 +6,28 @@ from typing import Literal, NamedTuple
 
 from bloomery.core import Choice
 from bloomery.core.errors import UserError
-from bloomery.core.units import format_bytes
+from bloomery.core.units import format_bytes, format_seconds
 from bloomery.facts.config import ModelConfig
+from bloomery.hardware.host_links import DISK_GBS
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile
 from bloomery.plan.batch import SAME_TIME, Measure, MicroBatching, StepSeconds
 from bloomery.plan.choices import ASKED
+from bloomery.plan.estimate.host_update import device_update_seconds
 from bloomery.plan.estimate.measured import StepEstimator
 from bloomery.plan.estimate.speed import total
 from bloomery.plan.estimate.step import StepShape, Stream
 from bloomery.plan.estimate.stream_time import WAITING, hidden_from
 from bloomery.plan.estimate.streaming import (
     host_memory,
+    in_full,
     loads_of,
     passes_over,
     ring_bytes,
     sent_bytes,
     streamed_by_layer,
 )
-from bloomery.plan.types import RunPlan, StreamPlan
+from bloomery.plan.types import HostPlacement, RunPlan, StreamPlan
 from bloomery.recipe.objectives import Rollouts
 from bloomery.recipe.schema import Peft, Recipe
 
@@ -34,6 +37,12 @@ STREAMED_NEED = "weights that stream need"
 # apart what is closer.
 WORTH = 0.9
 FITS = "all weights fit on the device"
+# Of the host's memory, that may be pinned: the system cannot move or swap it. Windows lets WSL pin half of it.
+PINNED_SHARE = 0.75
+WSL_PINNED_SHARE = 0.5
+SANE_WAIT = (
+    0.5  # of a step's time, in which the device waits for a disk, above which nobody should train
+)
 RECOMPUTED = "weights stream: each layer is computed again in backward, from its input"
 UNCOMPILED = "weights stream: a layer's weights are in another buffer each time"
 
@@ -96,11 +105,43 @@ def _streamed(
     choose: Callable[[StepShape], MicroBatching],
 ) -> tuple[MicroBatching, StreamPlan]:
     """The step with weights that stream."""
-    micro_batching = choose(replace(shape, stream=stream, compiled=False))
+    step = replace(shape, stream=stream, compiled=False)
+    step = replace(step, stream_host=placement(step, estimator.machine))
+    micro_batching = choose(step)
     if stream == "layers":
         micro_batching = replace(micro_batching, checkpointing=Choice("full", RECOMPUTED))
     step = micro_batching.step
     return micro_batching, stream_plan(step, estimator, step_tokens=step_tokens)
+
+
+def placement(step: StepShape, machine: Machine) -> HostPlacement:
+    """Pinned memory where the host has enough of it, else pageable memory; frozen weights in files where it has too
+    little of both.
+    """
+    host = machine.host
+    needed = host_memory(step)
+    share = WSL_PINNED_SHARE if host.around.wsl else PINNED_SHARE
+    if needed.total > host.memory_free_bytes and not in_full(step):
+        return "mapped"
+    return "pinned" if needed.pinned <= share * host.memory_bytes else "staged"
+
+
+def host_choices(plan: StreamPlan) -> dict[str, Choice[str]]:
+    """By key: where weights wait on the host, and where the update computes."""
+    reasons = {
+        "pinned": "pinned memory: the GPU copies from it without the CPU",
+        "staged": "not all can be pinned: a thread copies weights through pinned buffers",
+        "mapped": f"the host's memory is too small: files are read in each step, at {DISK_GBS:g} GB/s as assumed",
+    }
+    choices = {"parallel.stream_host": Choice[str](plan.host, reasons[plan.host])}
+    if plan.update_seconds is not None and plan.update_over_link_seconds is not None:
+        update = format_seconds(plan.update_seconds)
+        other = format_seconds(plan.update_over_link_seconds)
+        reason = (
+            f"{update} per step; states that pass through the GPU, {other}, are not supported yet"
+        )
+        choices["optimizer.device"] = Choice("updated on the CPU", reason)
+    return choices
 
 
 def with_micro_batches(
@@ -149,6 +190,7 @@ def stream_plan(step: StepShape, estimator: StepEstimator, *, step_tokens: int) 
     if link is not None and parts is not None:
         on_device = {name: part for name, part in parts.items() if name != "optimizer"}
         hidden = hidden_from(step, total(on_device).value, link)
+    updates_here = link is not None and step_parts is not None and in_full(step)
     return StreamPlan(
         micro_batches=step.stream_micro_batches,
         buffer_bytes=float(ring_bytes(step)),
@@ -162,20 +204,32 @@ def stream_plan(step: StepShape, estimator: StepEstimator, *, step_tokens: int) 
         waiting_share=None
         if step_parts is None or WAITING not in step_parts
         else step_parts[WAITING].value / total(step_parts).value,
+        update_seconds=step_parts["optimizer"].value if step_parts and updates_here else None,
+        update_over_link_seconds=device_update_seconds(step, link)
+        if link and updates_here
+        else None,
+        host=step.stream_host,
         link="" if link is None else link.text,
     )
 
 
-def host_problem(plan: StreamPlan, machine: Machine) -> str:
-    """What the host lacks; "" where it has enough."""
-    needed = sum(plan.host_bytes.values())
+def host_problem(step: StepShape, plan: StreamPlan, machine: Machine) -> str:
+    """What the host lacks; "" where it has enough, or where reading files instead costs little."""
+    is_sane = plan.waiting_share is not None and plan.waiting_share <= SANE_WAIT
+    if plan.host == "mapped" and is_sane:
+        return ""
+    needed = host_memory(replace(step, stream_host="pinned")).total
     if needed <= plan.host_limit:
         return ""
     origin = {"assumed": ", assumed", "set": ", as set"}.get(machine.host.memory_origin, "")
-    return (
+    problem = (
         f"{STREAMED_NEED} {format_bytes(needed)} of host memory, of"
         f" {format_bytes(machine.host.memory_bytes)}{origin}, {format_bytes(plan.host_limit)} free"
     )
+    if plan.host != "mapped":
+        return problem
+    seconds = format_seconds(plan.loaded_bytes / (DISK_GBS * 1e9))
+    return f"{problem}; reading files in each step would take {seconds} at {DISK_GBS:g} GB/s, which is not sane"
 
 
 def ways_out(recipe: Recipe, plan: StreamPlan) -> str:
@@ -199,17 +253,6 @@ def small_host(recipe: Recipe, plan: RunPlan) -> Iterator[str]:
     reason = next((choice.reason for choice in plan.choices if choice.key == KEY), "")
     if not plan.fits and recipe.parallel.stream == "auto" and reason.startswith(STREAMED_NEED):
         yield f"{reason}; a machine with more could train it"
-
-
-def refuse_small_host(recipe: Recipe, plan: StreamPlan, machine: Machine) -> None:
-    """Raises UserError where the recipe asks for weights that stream, and the host has no room for them."""
-    if problem := host_problem(plan, machine):
-        raise UserError(
-            problem,
-            where=f"{KEY}={recipe.parallel.stream}",
-            fix=ways_out(recipe, plan),
-            code=2,
-        )
 
 
 class StreamChoice(NamedTuple):
@@ -244,7 +287,9 @@ def choose_stream(
         micro_batching, plan = _streamed(
             shape, stream, estimator, step_tokens=step_tokens, choose=choose
         )
-        refuse_small_host(recipe, plan, machine)
+        if problem := host_problem(micro_batching.step, plan, machine):
+            fix = ways_out(recipe, plan)
+            raise UserError(problem, where=f"{KEY}={stream}", fix=fix, code=2)
         reason = f"{ASKED}; {figures(plan)}"
         return StreamChoice(Choice(stream, reason), micro_batching, plan)
 
@@ -272,7 +317,7 @@ def choose_stream(
         if micro_batching.memory.fits:
             break
     fits = micro_batching.memory.fits
-    problem = host_problem(plan, machine)
+    problem = host_problem(micro_batching.step, plan, machine)
     if resident.memory.fits:
         # Both fit: the estimate decides where it tells them apart.
         before = seconds(resident.step)

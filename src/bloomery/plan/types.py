@@ -451,10 +451,12 @@ class StreamPlan(PlanPart):
     `host_bytes`: on the host, by what holds them; `pinned_bytes`: of them, what cannot be swapped out. Copies of a
     step: `loaded_bytes` to the device, `sent_bytes` to the host. `hidden_from`: tokens of a load from which no copy
     takes longer than the computing beside it; `waiting_share`: of a step's time, in which the device waits for copies.
-    None: the device's speed is unknown.
+    `update_seconds`: of a step's update on the host, and what copies would take if states passed through the device.
+    None: the device's speed is unknown, or nothing is updated on the host.
     """
 
     micro_batches: PositiveInt = 1
+    host: HostPlacement = "pinned"
     buffer_bytes: float
     host_bytes: dict[str, float]
     pinned_bytes: float
@@ -464,6 +466,8 @@ class StreamPlan(PlanPart):
     tokens_per_load: PositiveInt
     hidden_from: int | None = None
     waiting_share: float | None = None
+    update_seconds: float | None = None
+    update_over_link_seconds: float | None = None
     link: str = ""  # with its rate and where that is from; "": unknown
 
     @property

@@ -6,6 +6,7 @@ from typing import Literal
 from bloomery.facts.config import ModelConfig
 from bloomery.plan.estimate.mode import TrainingMode, setting_of
 from bloomery.plan.estimate.states import TrainedModel, element_bytes_of, weight_bytes_of
+from bloomery.plan.types import HostPlacement
 
 Stream = Literal["off", "layers", "experts"]
 ReferencePlace = Literal["none", "device", "host", "nf4"]  # nf4: on the device
@@ -41,6 +42,7 @@ class StepShape:
     # Weights that live in the host's memory, and the micro-batches that a layer computes when it has been loaded.
     stream: Stream = "off"
     stream_micro_batches: int = 1
+    stream_host: HostPlacement = "pinned"
     loss_share: float = 1.0  # loss tokens over all tokens: for time; memory assumes all
 
     @property

@@ -8,6 +8,7 @@ from typing import Literal
 from bloomery.facts.limits import STREAM_STAGED
 from bloomery.hardware.host_links import HostLink
 from bloomery.plan.estimate.activations import recomputed_shares
+from bloomery.plan.estimate.host_update import host_update_seconds
 from bloomery.plan.estimate.queues import Task, busy_seconds, finish_times
 from bloomery.plan.estimate.speed import FLASH_BACKWARD, attention_flops, rule_flops
 from bloomery.plan.estimate.states import TrainedLayer
@@ -89,8 +90,9 @@ def stream_tasks(
     """
     sizes = streamed_by_layer(step)
     full = in_full(step)
-    to_device = (link.both_gbs if full else link.to_device_gbs) * 1e9 * faster
-    alone = link.to_device_gbs * 1e9 * faster
+    alone, together = rates_to_device(step, link)
+    to_device = (together if full else alone) * faster
+    alone *= faster
     from_device = link.both_gbs * 1e9 * faster
     gradient_bytes = [0.0] * len(sizes)
     if full:
@@ -133,6 +135,15 @@ def stream_tasks(
     return tasks, ends
 
 
+def rates_to_device(step: StepShape, link: HostLink) -> tuple[float, float]:
+    """Bytes/s of weights on their way to the device: alone, and while gradients leave."""
+    if step.stream_host == "mapped":
+        return link.disk_gbs * 1e9, link.disk_gbs * 1e9
+    if step.stream_host == "staged":
+        return link.pageable_gbs * 1e9, min(link.pageable_gbs, link.both_gbs) * 1e9
+    return link.to_device_gbs * 1e9, link.both_gbs * 1e9
+
+
 def streamed_step(
     step: StepShape,
     device_seconds: float,
@@ -151,7 +162,7 @@ def streamed_step(
     if passes > simulated:
         seconds += (passes - simulated) * (finished[ends[-1]] - finished[ends[-2]])
     computing = busy_seconds(tasks, "device") * passes / simulated
-    update = update_bytes / (link.host_gbs * 1e9) if in_full(step) else 0.0
+    update = host_update_seconds(step, update_bytes, link) if in_full(step) else 0.0
     return StreamedStep(seconds=seconds, computing=computing, update=update)
 
 
@@ -206,12 +217,12 @@ def hidden_from(step: StepShape, device_seconds: float, link: HostLink) -> int:
     sizes = streamed_by_layer(step)
     full = in_full(step)
     most = 0.0
+    alone, together = rates_to_device(step, link)
     forwards = 1 + step.extra_forwards + int(step.counts_first)
     for size, forward, backward in zip(sizes, times.forward, times.backward, strict=True):
-        in_backward = size / ((link.both_gbs if full else link.to_device_gbs) * 1e9)
         most = max(
             most,
-            size / (link.to_device_gbs * 1e9) / (forward / forwards) * tokens,
-            in_backward / backward * tokens,
+            size / alone / (forward / forwards) * tokens,
+            size / (together if full else alone) / backward * tokens,
         )
     return math.ceil(most)

@@ -9,7 +9,14 @@ from dataclasses import dataclass, replace
 
 from bloomery.core.units import MIB
 from bloomery.facts.counting import Shape, is_expert_stack, is_layer_matrix
-from bloomery.facts.limits import STREAM_BUFFERS, STREAM_STAGED, aligned_bytes, buffer_bytes
+from bloomery.facts.limits import (
+    STREAM_BUFFERS,
+    STREAM_STAGED,
+    STREAM_STAGING_BUFFERS,
+    STREAM_STAGING_BYTES,
+    aligned_bytes,
+    buffer_bytes,
+)
 from bloomery.plan.estimate.activations import kept_by_layer, last_norm_bytes
 from bloomery.plan.estimate.moments import StepMoment, kept_logit_bytes, moments
 from bloomery.plan.estimate.states import TrainedLayer, stays_float32
@@ -152,8 +159,14 @@ def host_memory(step: StepShape) -> HostMemory:
     model = step.model
     streamed = streamed_by_layer(step)
     weights = float(sum(streamed))
+    staging = 0.0
+    if step.stream_host != "pinned":
+        staging = float(STREAM_STAGING_BUFFERS * min(STREAM_STAGING_BYTES, max(streamed)))
     if not in_full(step):
-        return HostMemory(parts={"weights": weights, "runtime": HOST_RUNTIME}, pinned=weights)
+        parts = {"weights": weights, "runtime": HOST_RUNTIME + staging}
+        if step.stream_host == "mapped":  # in files
+            parts.pop("weights")
+        return HostMemory(parts=parts, pinned=weights if step.stream_host == "pinned" else staging)
     weights += resident_weight_bytes(step)
     gradients = model.trainable_bytes(step.precision)
     staged = STREAM_STAGED * max(
@@ -163,9 +176,12 @@ def host_memory(step: StepShape) -> HostMemory:
         "weights": weights,
         "gradients": gradients + staged,
         "optimizer states": model.optimizer_bytes(step.optimizer, step.precision),
-        "runtime": HOST_RUNTIME,
+        "runtime": HOST_RUNTIME + staging,
     }
-    return HostMemory(parts=parts, pinned=weights + gradients + staged)
+    all_pinned = weights + gradients + staged
+    return HostMemory(
+        parts=parts, pinned=all_pinned if step.stream_host == "pinned" else staging + staged
+    )
 
 
 # Loads: which layers are copied, in the order of use.
