@@ -80,7 +80,6 @@ REFUSED = {
         "there are no experts to divide",
     ),
     "compile": (2, {"expert": 2, "replicate": 2}, {"train": {"compile": True}}, "train.compile"),
-    "average": (2, {"expert": 2, "replicate": 2}, {"train": {"ema_decay": 0.9}}, "train.ema_decay"),
     "adafactor": (
         2,
         {"expert": 2, "replicate": 2},

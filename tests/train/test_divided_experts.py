@@ -12,7 +12,7 @@ from test_expert_ranks import mixture, norms, plan_of
 from test_rank_writers import HALF, STEPS, saved_by_one_rank, step_of, tensors, train_divided
 
 from bloomery.recipe.objectives import Preference
-from ranks import losses, on_ranks, ranks, train
+from ranks import fields, losses, on_ranks, ranks, train
 
 MESHES = {
     "2 ranks": {"replicate": 2, "expert": 2},
@@ -108,6 +108,34 @@ def test_gradients_in_float64_are_those_of_one_rank(prepared, mesh, config_of) -
         for name, gradient in gradients.items():
             pair = torch.tensor([other_gradients[name], gradient], dtype=torch.float64)
             torch.testing.assert_close(*pair, rtol=0, atol=1e-12, msg=name)
+
+
+AVERAGED = [{"replicate": 2, "expert": 2}, {"shard": 2, "expert": 2}, {"shard": 2}]
+
+
+@pytest.mark.parametrize("mesh", AVERAGED, ids=str)
+def test_averages_are_evaluated_saved_and_resumed_as_those_of_one_rank(
+    prepared, tmp_path, mesh
+) -> None:
+    plan = plan_of(prepared, train={"ema_decay": 0.3})
+    alone = train(plan, tmp_path / "one")
+    several = on_ranks(plan, **mesh)
+    many = train(several, tmp_path / "many")
+    assert losses(many) == pytest.approx(losses(alone), rel=0, abs=1e-6)
+    evaluated = [[event["loss"] for event in fields(run, "EvalDone")] for run in (alone, many)]
+    assert evaluated[1] == pytest.approx(evaluated[0], rel=0, abs=1e-6)
+    one, other = (tensors(step_of(tmp_path / name, STEPS)) for name in ("one", "many"))
+    assert any(name.startswith("trained/") for name in one)
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(
+            other[name], tensor, rtol=0, atol=1e-3 * float(tensor.abs().max()), msg=name
+        )
+
+    # The rows of each rank are read again.
+    checkpoint = step_of(tmp_path / "one", HALF)
+    copy = saved_by_one_rank(several, checkpoint, tmp_path / "copy")
+    assert_same_tensors(tensors(copy), tensors(checkpoint))
 
 
 @pytest.mark.parametrize(

@@ -681,7 +681,6 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "train.ema_decay",
         lambda r: r.train.ema_decay is not None,
-        shard="each rank averages whole weights",
     ),
     Feature(
         SHARED_BY_LAYERS,
@@ -820,8 +819,6 @@ def _not_with_divided_experts(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield f"PEFT methods: {ALL_PARAMETERS}", "adapter.kind=lora"
     if recipe.train.compile is True:
         yield f"train.compile: {OTHER_ROWS}", "train.compile=false"
-    if recipe.train.ema_decay is not None:
-        yield "train.ema_decay: each rank averages whole weights", "train.ema_decay=null"
     if optimizer.fused_backward:
         yield f"optimizer.fused_backward: {ONE_GRADIENT}", "optimizer.fused_backward=false"
     for key, reason in OPTIMIZERS[optimizer.kind].settings_over_shards.items():

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bloomery.core.errors import UserError
+from bloomery.model.io.parameters import local, put
 
 
 def average_of(model: nn.Module, decay: float | None) -> "WeightAverage | None":
@@ -22,7 +23,7 @@ def average_of(model: nn.Module, decay: float | None) -> "WeightAverage | None":
 
 @final
 class WeightAverage:
-    """The average of every trainable parameter, in its dtype on its device.
+    """The average of every trainable parameter, in its dtype on its device; of one that ranks divide, of its rows here.
 
     After update t it is decay * average + (1 - decay) * parameter, with min(decay, (1 + t) / (10 + t)) so that a short
     run is not an average of its initial weights (`num_updates` of TensorFlow's ExponentialMovingAverage).
@@ -47,7 +48,7 @@ class WeightAverage:
         self.updates += 1
         decay = min(self._decay, (1 + self.updates) / (10 + self.updates))
         for name, average in self._averages.items():
-            average.lerp_(self._parameters[name].detach(), 1 - decay)
+            local(average).lerp_(local(self._parameters[name].detach()), 1 - decay)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -61,21 +62,22 @@ class WeightAverage:
     @torch.no_grad()
     def _swap(self) -> None:
         for name, average in self._averages.items():
-            parameter = self._parameters[name].detach()
+            parameter = local(self._parameters[name].detach())
             # In place, so that no view of a parameter changes; one at a time, so that one copy is in memory.
             trained = parameter.clone()
-            parameter.copy_(average)
-            average.copy_(trained)
+            parameter.copy_(local(average))
+            local(average).copy_(trained)
 
     @torch.no_grad()
     def restore(self, trained: Mapping[str, Tensor] | None, updates: int) -> None:
-        """The model holds the averages of a checkpoint; `trained`: its trained weights, None before the first step.
+        """The model holds the averages of a checkpoint; `trained`: its whole trained weights, None before the first
+        step.
 
         Raises UserError for a checkpoint without them.
         """
         self.updates = updates
         for name, average in self._averages.items():
-            average.copy_(self._parameters[name].detach())
+            local(average).copy_(local(self._parameters[name].detach()))
         if trained is None:
             return
         if trained.keys() != self._averages.keys():
@@ -85,4 +87,4 @@ class WeightAverage:
                 fix="resume with the recipe of the run, or start a new run",
             )
         for name, tensor in trained.items():
-            self._parameters[name].detach().copy_(tensor)
+            put(tensor, self._parameters[name])
