@@ -41,6 +41,20 @@ CASES: dict[str, dict[str, Any]] = {
         "quantize": Quantize(kind="nf4"),
         "train": {"stream_host": "staged"},
     },
+    "mapped lora": {"adapter": Lora(**ADAPTER, dropout=0.1), "train": {"stream_host": "mapped"}},
+    "mapped, float16": {
+        "adapter": Lora(**ADAPTER),
+        "train": {"precision": "float16", "stream_host": "mapped"},
+    },
+    "mapped dora": {
+        "adapter": Lora(**ADAPTER | {"kind": "dora"}),
+        "train": {"stream_host": "mapped"},
+    },
+    "mapped nf4": {
+        "adapter": Lora(**ADAPTER),
+        "quantize": Quantize(kind="nf4"),
+        "train": {"stream_host": "mapped"},
+    },
     "nf4": {"adapter": Lora(**ADAPTER), "quantize": Quantize(kind="nf4")},
 }
 

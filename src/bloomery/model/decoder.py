@@ -10,6 +10,7 @@ V vocabulary.
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -280,8 +281,15 @@ class WeightStream(Protocol):
     def device(self) -> torch.device:
         """Where the model computes."""
 
-    def allocate(self) -> None:
-        """Give the model memory, undefined: on the host what lives there, on the device all else."""
+    @property
+    def note(self) -> str | None:
+        """What people should know about the weights on the host, after `allocate`."""
+
+    def allocate(self, source: Path | None = None, folder: Path | None = None) -> None:
+        """Give the model memory, undefined: on the host what lives there, on the device all else.
+
+        Weights that stay in files are in those of the model in `source`, or in a new one in `folder`.
+        """
 
     def filling(self) -> AbstractContextManager[None]:
         """Inside, weights are read or drawn; where ranks share the host's, another one's have no data."""

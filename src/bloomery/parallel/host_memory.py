@@ -4,15 +4,18 @@ B bytes of a layer.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
+from bloomery.core.files import cache_folder
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.quantized import QuantizedWeight
+from bloomery.parallel.host_files import give_files
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.parallel.shared_memory import shared_bytes
 from bloomery.parallel.staging import FileBytes, Piece
@@ -87,6 +90,16 @@ class HostLayer:
                 pieces.append(Piece(source, first - place.start, target_B[first:last]))
         return pieces
 
+    def without_model_files(self) -> AbstractContextManager[None]:
+        """Inside, tensors that are in the files of the model have no data."""
+        if not self.in_model_files:
+            return nullcontext()
+        tensors = [
+            place.tensor.detach().to("meta") if place.start in self.in_model_files else place.tensor
+            for place in self.places
+        ]
+        return self.replaced(tensors)
+
     @contextmanager
     def replaced(self, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Inside, the modules have these tensors, in the order of `places`."""
@@ -109,15 +122,19 @@ class HostCopy:
     mesh: Mesh
     is_shared: bool
     fills: bool
+    note: str | None = None  # what people should know about it
 
     @contextmanager
     def filling(self) -> Iterator[None]:
-        """Inside, weights are read: a rank that leaves it to another one has tensors without data in their places.
+        """Inside, weights are read: what another rank reads, or stays in the files of the model, has no data.
 
         Every rank takes part.
         """
         if not self.is_shared:
-            yield
+            with ExitStack() as stack:
+                for layer in self.layers:
+                    stack.enter_context(layer.without_model_files())
+                yield
             return
         self.mesh.barrier()  # nobody reads any more what a rewind fills again
         with ExitStack() as stack:
@@ -146,21 +163,29 @@ def give_memory(
     mesh: Mesh = SINGLE_RANK,
     is_frozen: bool,
     placement: HostPlacement = "pinned",
+    source: Path | None = None,
+    folder: Path | None = None,
 ) -> HostCopy:
     """To a model on the meta device, undefined: on the host to what is in `layers`, on the device to all else.
 
-    Frozen weights of replicas are one copy on each host. Every rank of the mesh calls it.
+    Frozen weights of replicas are one copy on each host. Every rank of the mesh calls it. `source`, `folder`: of mapped
+    weights, as in `give_files`; without a folder they take the one of caches.
     """
-    is_shared = is_frozen and mesh.replicate > 1
+    assert is_frozen or placement != "mapped", "weights that are trained do not stay in files"
+    is_shared = is_frozen and mesh.replicate > 1 and placement != "mapped"
     fills = True
-    if is_shared:
+    note = None
+    host: list[Tensor] = []
+    if placement == "mapped":
+        note = give_files(model, layers, source, folder or cache_folder())
+    elif is_shared:
         num_bytes = sum(layer.num_bytes for layer in layers)
         pinned_for = device if placement == "pinned" else torch.device("cpu")
         bytes_B, fills = shared_bytes(num_bytes, mesh, pinned_for)
         host = list(bytes_B.split([layer.num_bytes for layer in layers]))
     else:
         host = host_bytes(layers, device, placement)
-    for layer, host_B in zip(layers, host, strict=True):
+    for layer, host_B in zip(layers if host else (), host, strict=True):
         layer.live_in(host_B)
     model._apply(  # type: ignore[no-untyped-call]  # torch's
         lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
@@ -169,4 +194,4 @@ def give_memory(
     for module in model.modules():
         if isinstance(module, QuantizedWeight) and has_own_memory(device):
             module.quantizes_on = device
-    return HostCopy(layers, mesh, is_shared, fills)
+    return HostCopy(layers, mesh, is_shared, fills, note)

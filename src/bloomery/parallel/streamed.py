@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -207,7 +208,7 @@ class StreamedWeights:
         if self._in_full:
             model.forward = partial(self._forward, model.forward)  # type: ignore[method-assign]
 
-    def allocate(self) -> None:
+    def allocate(self, source: Path | None = None, folder: Path | None = None) -> None:
         """Give the model memory, undefined: on the host what lives there, on the device all else."""
         if self._in_full:
             self._outer = self._outer_of(self._model)
@@ -219,6 +220,8 @@ class StreamedWeights:
             mesh=self._mesh,
             is_frozen=not self._in_full,
             placement=self._placement,
+            source=source,
+            folder=folder,
         )
         self._outer_copies = [
             nn.Parameter(
@@ -342,6 +345,11 @@ class StreamedWeights:
     def filling(self) -> AbstractContextManager[None]:
         """Inside, weights are read: where replicas share the host's copy, by one of them."""
         return self._host_copy.filling()
+
+    @property
+    def note(self) -> str | None:
+        """What people should know about the weights on the host."""
+        return self._host_copy.note
 
     def settle(self) -> None:
         """Call after the backward of a step: the host's parameters have their gradients."""

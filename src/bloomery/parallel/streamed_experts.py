@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -140,7 +141,7 @@ class StreamedExperts:
             block.forward = partial(self._block_forward, block, block.forward)
         model.forward_all = partial(self._forward_all, model.forward_all)  # type: ignore[method-assign]
 
-    def allocate(self) -> None:
+    def allocate(self, source: Path | None = None, folder: Path | None = None) -> None:
         """Give the model memory, undefined: experts on the host, all else on the device."""
         host_layers = [layer.host for layer in self._layers]
         self._host_copy = give_memory(
@@ -150,12 +151,19 @@ class StreamedExperts:
             mesh=self._mesh,
             is_frozen=True,
             placement=self._placement,
+            source=source,
+            folder=folder,
         )
         self.ring = LayerRing(host_layers, self.device, self._num_buffers, self._placement)
 
     def filling(self) -> AbstractContextManager[None]:
         """Inside, weights are read: where replicas share the host's copy, by one of them."""
         return self._host_copy.filling()
+
+    @property
+    def note(self) -> str | None:
+        """What people should know about the weights on the host."""
+        return self._host_copy.note
 
     def settle(self) -> None:
         """Nothing is under way: the device has all gradients."""

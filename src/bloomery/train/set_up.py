@@ -90,6 +90,8 @@ def open_context(
     state, reference_model = build_models(plan, run_dir, resume_from, mesh)
     if (warning := rows_warning(plan, state.model, mesh)) is not None:
         emit(Warned(reason=warning))
+    if state.model.weight_stream is not None and state.model.weight_stream.note is not None:
+        emit(Warned(reason=state.model.weight_stream.note))
     dataset = open_run_dataset(plan, run_dir, state, emit, resume_from, stop)
     context = RunContext(
         plan=plan,

@@ -222,7 +222,7 @@ def build_state(
     if mesh.device_mesh is not None:
         apply_fsdp(model, train, mesh.device_mesh, mesh.clock)
     if model.weight_stream is not None:
-        model.weight_stream.allocate()
+        model.weight_stream.allocate(plan.model.source, run_dir)
     else:
         model.to_empty(device=torch.device(train.device))
     model.tie()  # again: the head has been given a tensor of its own

@@ -554,7 +554,12 @@ class StoredModel:
 
     @torch.no_grad()
     def fill(self, name: str, parameter: Tensor) -> None:
-        """The stored values are cast to the dtype that the parameter has; of a stack of experts part by part."""
+        """The stored values are cast to the dtype that the parameter has; of a stack of experts part by part.
+
+        A parameter without data is left to others.
+        """
+        if parameter.is_meta:
+            return
         if self.config.transformers_backend is None:
             for part_name, part in unstacked(name, parameter):
                 self._fill_part(part_name, part)
@@ -633,7 +638,9 @@ def fill_new_rows(parameter: Tensor, num_known: int, new_ids: Collection[int]) -
 
 
 def _read_quantized(weight: QuantizedWeight, model: StoredModel, name: str) -> None:
-    """Piece by piece from the file; of a stack of experts part by part."""
+    """Piece by piece from the file; of a stack of experts part by part. One without data is left to others."""
+    if weight.codes.is_meta:
+        return
     parts = expert_parts(name, weight.shape)
     if parts:
         pieces = (
