@@ -122,6 +122,9 @@ def measured(name: str, folder: Path, steps: int, overrides: list[str]) -> dict[
             raise Ended
         return False
 
+    from bloomery.core.units import GIB
+    from bloomery.train.process import peak_memory_gib
+
     with tempfile.TemporaryDirectory() as place, contextlib.suppress(Ended):
         run(plan, run_dir=Path(place), emit=lambda _: None, stop=stop)
     clock = clock[SKIPPED:]
@@ -137,6 +140,9 @@ def measured(name: str, folder: Path, steps: int, overrides: list[str]) -> dict[
         "precision": train.precision,
         "cores": machine.host.cpu_cores,
         "cpu_check": None if machine.cpu_check is None else machine.cpu_check.model_dump(),
+        "checkpointing": train.activation_checkpointing,
+        "compile": train.compile,
+        "memory": {"parts": plan.memory.parts, "peak_bytes": round(peak_memory_gib("cpu") * GIB)},
         "planned": plan.step_seconds.model_dump(include={"value", "low", "high"}),
         "parts": {part: estimate.value for part, estimate in parts.items()},
         "seconds": wall,

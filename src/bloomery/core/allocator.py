@@ -20,19 +20,21 @@ def return_freed_memory() -> None:
     _set({M_MMAP_THRESHOLD: RETURNED_BYTES})
 
 
-def keep_freed_memory() -> None:
-    """From here on freed tensors stay with the process: the next step takes what the last one freed.
+def keep_freed_memory() -> bool:
+    """From here on freed tensors stay with the process: the next step takes what the last one freed. Returns whether.
 
     By default each tensor above 32 MiB is a mapping of its own, and what is free at the end of a step goes back. The
     process does not shrink between its largest moments, which are no larger.
     """
-    _set({M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1})
+    return _set({M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1})
 
 
-def _set(options: dict[int, int]) -> None:
+def _set(options: dict[int, int]) -> bool:
     if sys.platform != "linux" or any(name in os.environ for name in VARIABLES):
-        return
+        return False
     c_library = ctypes.CDLL(None)
-    if hasattr(c_library, "mallopt"):  # musl has none
-        for option, value in options.items():
-            c_library.mallopt(option, value)
+    if not hasattr(c_library, "mallopt"):  # musl has none
+        return False
+    for option, value in options.items():
+        c_library.mallopt(option, value)
+    return True

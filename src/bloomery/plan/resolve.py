@@ -502,6 +502,7 @@ def step_shape(
         context_bytes=arch.context_mib * MIB if arch else 0.0,
         on_gpu=profile.accelerator is not None,
         expandable=any("expandable_segments:True" in value for value in environment.values()),
+        fills_freed=profile.native.value,
         offload_activations=recipe.train.offload_activations,
         teacher=teacher,
         extra_forwards=extra_forwards(recipe),

@@ -4,6 +4,7 @@ import re
 import resource
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -13,6 +14,8 @@ from bloomery.core.device import cap_memory, is_accelerator, memory_stats
 from bloomery.core.units import GIB, MIB
 from bloomery.hardware.machine import read_machine
 from bloomery.hardware.profile import build_profile
+from bloomery.model.compiled_memory import fill_freed_memory
+from bloomery.model.native import Uncompiled
 from bloomery.monitor.events import DeviceStats
 from bloomery.plan.types import TrainPlan
 
@@ -23,8 +26,9 @@ LIBRARIES = 120 * MIB
 def set_up_process(train: TrainPlan, *, memory_limit: float) -> None:
     """Set threads and determinism, which affect rounding, what becomes of freed memory, and the limit of a GPU's."""
     torch.set_num_threads(train.threads)
-    if train.device == "cpu" and train.ranks == 1:
-        keep_freed_memory()
+    if train.device == "cpu" and train.ranks == 1 and keep_freed_memory():
+        with suppress(Uncompiled):  # more memory, the same numbers
+            fill_freed_memory()
     torch.use_deterministic_algorithms(train.deterministic)
     # Debug fill of fresh memory with NaN costs one pass over every tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # not annotated

@@ -24,7 +24,9 @@ FRAGMENTATION = {True: 0.05, False: 0.15}
 CPU_RUNTIME = 420 * MIB  # interpreter, PyTorch, buffers, malloc: docs/explanation/memory.md
 CPU_COMPILER = 110 * MIB  # the modules and graphs of Dynamo and Inductor
 CPU_PEFT = 60 * MIB  # the imports of PEFT
-# Of activations and logits, by whether blocks are compiled: docs/explanation/memory.md
+# Of activations and logits: docs/explanation/memory.md. Where tensors take the memory of freed ones, and where PyTorch
+# asks malloc, by whether blocks are compiled.
+CPU_FILLED = 0.06
 CPU_FRAGMENTATION = {False: 0.45, True: 0.25}
 # Of half-precision attention, for each length of a document: model.attention.per_document
 CPU_KERNEL_BYTES = 3e6
@@ -49,7 +51,8 @@ def estimate_of(
 def overhead_bytes(step: StepShape, parts: Mapping[str, float]) -> dict[str, float]:
     """Bytes of the allocator and the runtime, in addition to tensors.
 
-    malloc keeps memory that a layer frees between live tensors, and larger tensors of the next layer do not fit there.
+    malloc keeps memory that a layer frees between live tensors. Tensors of the next layer do not fit there where they
+    are larger, or where PyTorch asks malloc for aligned memory: `model.compiled_memory`.
     """
     if step.on_gpu:
         return {
@@ -61,9 +64,9 @@ def overhead_bytes(step: StepShape, parts: Mapping[str, float]) -> dict[str, flo
         runtime += CPU_PEFT
     if step.compiled:
         runtime += CPU_COMPILER
+    holes = CPU_FILLED if step.fills_freed else CPU_FRAGMENTATION[step.compiled]
     overhead = {
-        "fragmentation": CPU_FRAGMENTATION[step.compiled]
-        * (parts["activations"] + parts["logits"]),
+        "fragmentation": holes * (parts["activations"] + parts["logits"]),
         "runtime": runtime,
     }
     # Attention in half precision is computed document by document, with kernels for each length.

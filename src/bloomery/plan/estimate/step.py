@@ -30,6 +30,7 @@ class StepShape:
     context: int = 1  # devices that share each sequence: each has as many of its tokens, and of its heads in attention
     expert: int = 1  # devices that divide the experts of each layer, each with tokens of its own
     expandable: bool = False  # the allocator's segments
+    fills_freed: bool = False  # on a CPU: tensors take the memory of freed ones of their size
     # gradient accumulation: gradients exist from the second micro-batch on
     accumulating: bool = False
     gathered: bool = False  # layers read weights that were gathered in the dtype of matmuls
