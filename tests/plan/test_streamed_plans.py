@@ -37,7 +37,7 @@ def _no_downloads(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/nonexistent")
 
 
-def plan_of(model: str, gpu: str, host_gib: int, **sections) -> RunPlan:
+def plan_of(model: str, gpu: str, host_gib: int, *, gpus: int = 1, **sections) -> RunPlan:
     """Of published shapes, at sequences of 1,024 tokens and 65,536 tokens per step."""
     settings = {
         "data": {"path": "chats.jsonl", "sequence_length": 1024},
@@ -49,7 +49,7 @@ def plan_of(model: str, gpu: str, host_gib: int, **sections) -> RunPlan:
     fields = {"model": type(recipe.recipe.model)(**{"from": model})}
     recipe = type(recipe)(recipe.recipe.model_copy(update=fields), "streamed", {})
     there = with_host_memory(with_gpu(machine(), find_gpu(gpu)), host_gib * GIB)
-    return planned(recipe, there)
+    return planned(recipe, there, gpus=gpus)
 
 
 # A model larger than the GPU fits, with its layers on the host.
@@ -245,6 +245,23 @@ def test_experts_stream_alone_where_they_are_frozen():
     assert 13 * GIB < plan.stream.host_bytes["weights"] < 17 * GIB
     layers = plan_of("Qwen/Qwen3-30B-A3B", "RX 6700 XT", 32, parallel={"stream": "layers"}, **nf4)
     assert layers.stream.host_bytes["weights"] > plan.stream.host_bytes["weights"]
+
+
+def test_replicas_share_the_copy_of_their_host():
+    """Two GPUs of 12 GB: each streams the layers of a 14B out of the same 26 GiB."""
+    streams = {"adapter": LORA, "parallel": {"stream": "layers"}}
+    one = plan_of("Qwen/Qwen3-14B", "RX 6700 XT", 64, **streams)
+    two = plan_of("Qwen/Qwen3-14B", "RX 6700 XT", 64, gpus=2, **streams)
+    assert two.fits and two.train.stream == "layers" and not two.train.compile
+    assert (two.train.replicate, two.train.shard, two.train.pipeline) == (2, 1, 1)
+    assert two.stream.host_bytes["weights"] == one.stream.host_bytes["weights"]
+    assert two.stream.host_bytes["runtime"] == 2 * one.stream.host_bytes["runtime"]
+    assert two.step_seconds.value < 0.6 * one.step_seconds.value
+    sharded = {"adapter": LORA, "parallel": {"stream": "layers", "shard": 2}}
+    with pytest.raises(UserError, match="as the layers of a whole model"):
+        plan_of("Qwen/Qwen3-14B", "RX 6700 XT", 64, gpus=2, **sharded)
+    with pytest.raises(UserError, match="a copy of all weights, gradients and states"):
+        plan_of("Qwen/Qwen3-14B", "RX 6700 XT", 512, gpus=2, parallel={"stream": "layers"})
 
 
 def test_queues_wait_for_each_other():

@@ -155,6 +155,16 @@ CASES: dict[str, list[tuple[str, dict[str, Any], float]]] = {
         ("text", {"train": {"activation_checkpointing": mode}}, 1e-5)
         for mode in ("full", "selective")
     ],
+    "parallel.stream": [
+        (
+            "text",
+            {
+                "train": {"stream": "layers", "activation_checkpointing": "full"},
+                "adapter": Lora(**LORA),
+            },
+            1e-5,
+        )
+    ],
     # After 14 steps a single process is 3.1e-5 from the same one uncompiled: rounding, of a step with a high loss.
     "train.compile": [("text", {"train": {"compile": True}}, 5e-5)],
     "optimizer adamw": [("text", {"config": WIDE}, 1e-5)],
@@ -204,6 +214,7 @@ RUNS: dict[str, Callable[[dict[str, Any], dict[str, Any]], bool]] = {
     "train.precision bfloat16-pure": lambda facts, _: facts["products"] == ["torch.bfloat16"],
     "train.precision float16": lambda facts, _: facts["products"] == ["torch.float16"],
     "train.activation_checkpointing": lambda facts, _: facts["forwards"] == 2,
+    "parallel.stream": lambda facts, _: facts["streams"],
     "train.compile": lambda facts, _: facts["compiled"],
     "optimizer.state_dtype int8, bfloat16": lambda facts, changes: (
         changes["optimizer"]["state_dtype"] in str(facts["states"])
@@ -364,6 +375,7 @@ def train_noting_gradients(plan_json: str, folder: str) -> list[Any]:
             "forwards": len(products) / len(arguments[0]),
             "states": {slot: sorted(dtypes) for slot, dtypes in sorted(states.items())},
             "compiled": counters["stats"]["unique_graphs"] > graphs,
+            "streams": own.model.weight_stream is not None,
         }
         (Path(folder) / f"facts-{own.mesh.rank}.json").write_text(json.dumps(facts))
         return result

@@ -10,11 +10,12 @@ from bloomery.core.errors import UserError
 from bloomery.core.units import counted
 from bloomery.facts.counting import is_of_experts
 from bloomery.facts.limits import refuse_split_int8_blocks, split_int8_block
+from bloomery.hardware.host_links import HostLink
 from bloomery.hardware.link_rates import measured_links, slowest_copy_gbs
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile
 from bloomery.hardware.vendors import ASSUMED_VENDOR, Vendor
-from bloomery.plan import stages
+from bloomery.plan import stages, streaming
 from bloomery.plan.batch import MicroBatching, choose_micro_batching
 from bloomery.plan.estimate.fabric import (
     Fabric,
@@ -29,6 +30,8 @@ from bloomery.plan.estimate.speed import Rate, Work, step_parts, total, work_of
 from bloomery.plan.estimate.stages import fullest_stage_bytes
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import StepShape
+from bloomery.plan.estimate.stream_time import streamed_parts
+from bloomery.plan.estimate.streaming import passes_over
 from bloomery.plan.rollouts import RolloutMoments
 from bloomery.plan.types import Estimate, LayoutPlan, MemoryEstimate, ParallelPlan
 from bloomery.plan.unsupported import (
@@ -87,6 +90,7 @@ class MeshWorkload:
     limit: float
     rollout_moments: RolloutMoments | None = None
     devices: tuple[stages.Device, ...] = ()
+    host_link: HostLink | None = None  # over which weights stream; None: unknown
 
     @classmethod
     def of(
@@ -146,6 +150,7 @@ class MeshWorkload:
             vendor=None if on_cpu else profile.arch.vendor if profile.arch else ASSUMED_VENDOR,
             limit=limit / gpus if on_cpu else limit,
             rollout_moments=rollout_moments,
+            host_link=estimator.host_link,
         )
 
     def step_memory(self, split: MeshSplit, step: StepShape) -> MemoryEstimate:
@@ -426,12 +431,19 @@ def _plan_layout(
     best: LayoutCandidate | None = None
     for train, sequences in _micro_batches(workload, recipe, split):
         micro_batching = choose_micro_batching(
-            train,
+            streaming.settings_of(train, workload.step),
             workload.step,
             sequences_per_step=sequences,
             measure=workload.memory(split),
             seconds=partial(_step_seconds, workload, split, sequences),
             any_divisor=uneven,
+            together=partial(
+                streaming.together,
+                recipe,
+                sequences=sequences,
+                measure=workload.memory(split),
+                seconds=partial(_step_seconds, workload, split, sequences),
+            ),
         )
         # The size of a pipeline's micro-batches follows from their number, which the reason names.
         if split.pipeline > 1 and recipe.train.micro_batch_size == "auto":
@@ -614,6 +626,9 @@ def layout_parts(
         # A device computes all of its sequences, and updates its shard of the parameters.
         work = work or work_of(step, tokens=sequences * step.sequence_length // split.context)
         parts = step_parts(work.with_shard_of_update(split.shard), workload.rate)
+        if step.stream != "off" and workload.host_link is not None:
+            loads = passes_over(step, sequences * step.sequence_length)
+            parts = streamed_parts(parts, step, work.update, loads, workload.host_link)
     computing = total(
         {name: part for name, part in parts.items() if name not in ("optimizer", "pipeline bubble")}
     )

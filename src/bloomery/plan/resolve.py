@@ -6,6 +6,7 @@ and resolves a recipe for this machine, with the local dataset.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
@@ -259,9 +260,6 @@ class _Layout(NamedTuple):
     stream_plan: StreamPlan | None
 
 
-SEVERAL_DEVICES = Choice[Stream]("off", "several devices divide the model, or hold copies of it")
-
-
 def _choose_step_and_reference(recipe: Recipe, facts: Facts, *, gpus: int, nodes: int) -> _Step:
     """The step, with the place of a frozen copy of the start where the objective needs one: on the device where that
     fits, else on the host. Raises UserError.
@@ -337,7 +335,9 @@ def _choose_step(
         if gpus * nodes > 1:
             streaming.refuse_stream(recipe, config, profile, devices=gpus * nodes)
             of_device = replace(
-                shape, context=recipe.parallel.context, expert=recipe.parallel.expert
+                streaming.shape_on_replicas(recipe, shape, facts.machine),
+                context=recipe.parallel.context,
+                expert=recipe.parallel.expert,
             )
             workload = mesh.MeshWorkload.of(
                 facts.machine,
@@ -362,7 +362,10 @@ def _choose_step(
                     split=best.split,
                     step_seconds=best.seconds,
                 )
-            return _Layout(best.micro_batching, best.seconds, plan, rollout, SEVERAL_DEVICES, None)
+            choice, stream_plan = streaming.on_replicas(
+                recipe, estimator, best_step, step_tokens=best.sequences * length, per_node=gpus
+            )
+            return _Layout(best.micro_batching, best.seconds, plan, rollout, choice, stream_plan)
         unsupported.refuse_context(recipe, config, 1)
 
         def estimated(step: StepShape) -> Estimate | None:
@@ -379,28 +382,19 @@ def _choose_step(
             return None if estimate is None else estimate.value
 
         def choose(of_step: StepShape) -> batch.MicroBatching:
-            settings = train
-            if of_step.stream == "layers":
-                settings = train.model_copy(update={"activation_checkpointing": "full"})
-
-            def together(planned: StepShape) -> StepShape:
-                if planned.stream == "off":
-                    return planned
-                return streaming.with_micro_batches(
-                    planned,
-                    recipe.parallel.stream_micro_batches,
-                    accumulation=sequences // planned.micro_batch_size,
-                    measure=peak,
-                    seconds=seconds_of,
-                )
-
             return batch.choose_micro_batching(
-                settings,
+                streaming.settings_of(train, of_step),
                 of_step,
                 sequences_per_step=sequences,
                 measure=peak,
                 seconds=seconds_of,
-                together=together,
+                together=partial(
+                    streaming.together,
+                    recipe,
+                    sequences=sequences,
+                    measure=peak,
+                    seconds=seconds_of,
+                ),
             )
 
         stream, micro_batching, stream_plan = streaming.choose_stream(

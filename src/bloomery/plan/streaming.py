@@ -29,13 +29,16 @@ from bloomery.plan.estimate.streaming import (
 )
 from bloomery.plan.types import HostPlacement, RunPlan, StreamPlan
 from bloomery.recipe.objectives import Rollouts
-from bloomery.recipe.schema import Peft, Recipe
+from bloomery.recipe.schema import Peft, Recipe, Train
 
 KEY = "parallel.stream"
 STREAMED_NEED = "weights that stream need"
 # Of the time with all weights on the device, below which streaming is chosen where both fit: the estimate does not tell
 # apart what is closer.
 WORTH = 0.9
+SEVERAL_DEVICES = (
+    f"several devices; {KEY}=layers would stream a copy of the model through each of them"
+)
 FITS = "all weights fit on the device"
 # Of the host's memory, that may be pinned: the system cannot move or swap it. Windows lets WSL pin half of it.
 PINNED_SHARE = 0.75
@@ -56,8 +59,11 @@ def refusals(
         yield "the weights of a CPU are in the host's memory already", f"set {KEY}=off"
     elif device.integrated:
         yield f"{device.name} and the CPU have one memory", f"set {KEY}=off"
-    if devices > 1:
-        yield "not supported yet: several devices", f"set {KEY}=off, or train on one device"
+    if devices > 1 and recipe.adapter.kind == "none":
+        yield (
+            "each of several devices would have a copy of all weights, gradients and states on the host",
+            "set adapter.kind=lora, whose frozen weights they share, or train on one device",
+        )
     if config.transformers_backend is not None:
         yield "not supported for the transformers implementation", f"set {KEY}=off"
     if isinstance(recipe.adapter, Peft):
@@ -144,6 +150,26 @@ def host_choices(plan: StreamPlan) -> dict[str, Choice[str]]:
     return choices
 
 
+def together(
+    recipe: Recipe,
+    step: StepShape,
+    *,
+    sequences: int,
+    measure: Measure,
+    seconds: StepSeconds,
+) -> StepShape:
+    """A step of so many sequences with the number of its micro-batches that share each load, where weights stream."""
+    if step.stream == "off":
+        return step
+    return with_micro_batches(
+        step,
+        recipe.parallel.stream_micro_batches,
+        accumulation=sequences // step.micro_batch_size,
+        measure=measure,
+        seconds=seconds,
+    )
+
+
 def with_micro_batches(
     step: StepShape,
     setting: int | Literal["auto"],
@@ -175,9 +201,43 @@ def with_micro_batches(
     )
 
 
-def stream_plan(step: StepShape, estimator: StepEstimator, *, step_tokens: int) -> StreamPlan:
-    """The figures of weights that stream."""
-    host = host_memory(step)
+def shape_on_replicas(recipe: Recipe, shape: StepShape, machine: Machine) -> StepShape:
+    """The step of each of several devices, for which `auto` streams nothing. Their copy is in no files."""
+    stream = recipe.parallel.stream
+    if stream == "auto" or stream == "off":
+        return shape
+    step = replace(shape, stream=stream, compiled=False)
+    is_pinned = placement(step, machine) == "pinned"
+    return replace(step, stream_host="pinned" if is_pinned else "staged")
+
+
+def on_replicas(
+    recipe: Recipe, estimator: StepEstimator, step: StepShape, *, step_tokens: int, per_node: int
+) -> tuple[Choice[Stream], StreamPlan | None]:
+    """The choice and the figures of a step of `shape_on_replicas`, in which a device has so many tokens.
+
+    Weights stream through each device of a host out of one copy. Raises UserError where a host has no room for it.
+    """
+    if step.stream == "off":
+        is_asked = recipe.parallel.stream == "off"
+        return Choice("off", ASKED if is_asked else SEVERAL_DEVICES), None
+    plan = stream_plan(step, estimator, step_tokens=step_tokens, per_node=per_node)
+    refuse_small_host(recipe, step, plan, estimator.machine)
+    return Choice(step.stream, f"{ASKED}; {figures(plan)}"), plan
+
+
+def settings_of(train: Train, step: StepShape) -> Train:
+    """What remains to be chosen for steps like this one: layers that stream are computed again."""
+    if step.stream != "layers":
+        return train
+    return train.model_copy(update={"activation_checkpointing": "full"})
+
+
+def stream_plan(
+    step: StepShape, estimator: StepEstimator, *, step_tokens: int, per_node: int = 1
+) -> StreamPlan:
+    """The figures of weights that stream through each of `per_node` devices of a host."""
+    host = host_memory(step, replicas=per_node)
     sizes = streamed_by_layer(step)
     passes = passes_over(step, step_tokens)
     loads = loads_of(step, passes)
@@ -230,6 +290,17 @@ def host_problem(step: StepShape, plan: StreamPlan, machine: Machine) -> str:
         return problem
     seconds = format_seconds(plan.loaded_bytes / (DISK_GBS * 1e9))
     return f"{problem}; reading files in each step would take {seconds} at {DISK_GBS:g} GB/s, which is not sane"
+
+
+def refuse_small_host(recipe: Recipe, step: StepShape, plan: StreamPlan, machine: Machine) -> None:
+    """Raises UserError where the recipe asks for weights that stream, and the host has no room for them."""
+    if problem := host_problem(step, plan, machine):
+        raise UserError(
+            problem,
+            where=f"{KEY}={recipe.parallel.stream}",
+            fix=ways_out(recipe, plan),
+            code=2,
+        )
 
 
 def ways_out(recipe: Recipe, plan: StreamPlan) -> str:
@@ -287,9 +358,7 @@ def choose_stream(
         micro_batching, plan = _streamed(
             shape, stream, estimator, step_tokens=step_tokens, choose=choose
         )
-        if problem := host_problem(micro_batching.step, plan, machine):
-            fix = ways_out(recipe, plan)
-            raise UserError(problem, where=f"{KEY}={stream}", fix=fix, code=2)
+        refuse_small_host(recipe, micro_batching.step, plan, machine)
         reason = f"{ASKED}; {figures(plan)}"
         return StreamChoice(Choice(stream, reason), micro_batching, plan)
 

@@ -549,6 +549,7 @@ def _lora(recipe: Recipe) -> Lora | None:
 ONE_GRADIENT = "its updates run inside backward, before gradients are summed over devices"
 WHOLE_WEIGHT = "it reads whole weight matrices, and each device holds some rows of them"
 NOTHING_TO_OFFLOAD = "the memory of a CPU process is the host's, so that nothing moves"
+WHOLE_LAYERS = "weights stream from the host as the layers of a whole model"
 # of architectures that Bloomery's decoder lacks: Pythia, Falcon ...
 TRANSFORMERS_LAYERS = "layers of transformers"
 # as in Gemma 4's small models
@@ -662,6 +663,14 @@ FEATURES: tuple[Feature, ...] = (
         "optimizer.paged, offload",
         lambda r: r.optimizer.paged or r.optimizer.offload,
         untested=NOTHING_TO_OFFLOAD,
+    ),
+    Feature(
+        "parallel.stream",
+        lambda r: r.parallel.stream in ("layers", "experts"),
+        shard=WHOLE_LAYERS,
+        pipeline=WHOLE_LAYERS,
+        context=WHOLE_LAYERS,
+        fix="parallel.stream=off",
     ),
     Feature(
         "optimizer.fused_backward",
@@ -819,6 +828,8 @@ def _not_with_divided_experts(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield f"PEFT methods: {ALL_PARAMETERS}", "adapter.kind=lora"
     if recipe.train.compile is True:
         yield f"train.compile: {OTHER_ROWS}", "train.compile=false"
+    if recipe.parallel.stream in ("layers", "experts"):
+        yield f"parallel.stream: {WHOLE_LAYERS}", "parallel.stream=off"
     if optimizer.fused_backward:
         yield f"optimizer.fused_backward: {ONE_GRADIENT}", "optimizer.fused_backward=false"
     for key, reason in OPTIMIZERS[optimizer.kind].settings_over_shards.items():

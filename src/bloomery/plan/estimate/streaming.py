@@ -154,8 +154,8 @@ class HostMemory:
         return sum(self.parts.values())
 
 
-def host_memory(step: StepShape) -> HostMemory:
-    """What a step of streamed weights holds on the host."""
+def host_memory(step: StepShape, *, replicas: int = 1) -> HostMemory:
+    """What a step of streamed weights holds on the host. Frozen weights of `replicas` on it are one copy."""
     model = step.model
     streamed = streamed_by_layer(step)
     weights = float(sum(streamed))
@@ -163,10 +163,13 @@ def host_memory(step: StepShape) -> HostMemory:
     if step.stream_host != "pinned":
         staging = float(STREAM_STAGING_BUFFERS * min(STREAM_STAGING_BYTES, max(streamed)))
     if not in_full(step):
-        parts = {"weights": weights, "runtime": HOST_RUNTIME + staging}
+        parts = {"weights": weights, "runtime": replicas * (HOST_RUNTIME + staging)}
         if step.stream_host == "mapped":  # in files
             parts.pop("weights")
-        return HostMemory(parts=parts, pinned=weights if step.stream_host == "pinned" else staging)
+        return HostMemory(
+            parts=parts, pinned=weights if step.stream_host == "pinned" else replicas * staging
+        )
+    assert replicas == 1, "a plan refuses more"
     weights += resident_weight_bytes(step)
     gradients = model.trainable_bytes(step.precision)
     staged = STREAM_STAGED * max(
