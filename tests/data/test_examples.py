@@ -255,10 +255,10 @@ FLAWS = {
         "tools",
         "surrogate",
     ),
-    "a picture": (
-        turns({"role": "user", "content": [{"type": "image_url"}]}, ANSWER),
+    "a video": (
+        turns({"role": "user", "content": [{"type": "video_url"}]}, ANSWER),
         "content[0]",
-        "only text is supported",
+        "only texts and pictures are supported",
     ),
     "a result without a call": (
         turns(USER, ANSWER, RESULT, ANSWER),

@@ -322,13 +322,18 @@ REFUSED = {
         {},
         "data.chat.train_on=all",
     ),
-    "pictures": ({"messages": TALK, "images": ["a.png"]}, {}, "data.on_error=skip"),
-    "pictures of a turn": (
-        {"messages": [{**USER, "images": ["a.png"]}, ANSWER]},
+    "videos": ({"messages": TALK, "videos": ["a.mp4"]}, {}, "data.on_error=skip"),
+    "videos of a turn": (
+        {"messages": [{**USER, "videos": ["a.mp4"]}, ANSWER]},
         {},
         "on_error=skip",
     ),
-    "a picture of llava": ({"image": "a.png", "conversations": SHARED}, {}, "data.on_error=skip"),
+    "a video of llava": ({"video": "a.mp4", "conversations": SHARED}, {}, "data.on_error=skip"),
+    "a picture elsewhere": (
+        {"messages": TALK, "images": ["https://example.org/a.png"]},
+        {},
+        "download it",
+    ),
     "a marker": (
         {"messages": [{"role": "user", "content": "<image>\nWhat is it?"}, ANSWER]},
         {},
@@ -339,9 +344,9 @@ REFUSED = {
         {},
         "on_error=skip",
     ),
-    "pictures of another name": (
-        {"messages": TALK, "shots": ["a.png"]},
-        {"columns": {"images": "shots"}},
+    "videos of another name": (
+        {"messages": TALK, "shots": ["a.mp4"]},
+        {"columns": {"videos": "shots"}},
         "data.on_error=skip",
     ),
     "two answers": (
@@ -574,12 +579,14 @@ def test_pictures_beside_a_text_are_refused_and_links_are_not(tmp_path):
     "text",
     ["<image>\nWhat?", "What?\n<image>", "<image><image>Which?", "Look:\n<video> <video>\nNow?"],
 )
-def test_a_mark_of_a_picture_is_refused(text, tmp_path):
+def test_a_mark_of_a_picture_that_the_row_lacks_is_refused(text, tmp_path):
     for row in (
         {"messages": [{"role": "user", "content": text}, ANSWER]},
         {"prompt": text, "completion": "At nine."},
     ):
-        with pytest.raises(BadRow, match="pictures, sound and video are not supported"):
+        with pytest.raises(
+            BadRow, match=r"the row has no pictures|sound and video are not supported"
+        ):
             read(write(tmp_path / "rows.jsonl", [row]), "sft")
 
 
@@ -597,7 +604,7 @@ def test_objects_in_a_row_are_not_taken_for_a_table(tmp_path):
 
 
 def test_bad_rows_can_be_skipped(tmp_path):
-    rows = [{"messages": TALK}, {"messages": TALK, "images": ["a.png"]}, masked_row(loss=2)]
+    rows = [{"messages": TALK}, {"messages": TALK, "videos": ["a.mp4"]}, masked_row(loss=2)]
     dataset = open_dataset(Source(path=str(write(tmp_path / "a.jsonl", rows))), "sft")
     stats = ReadStats()
     assert len(list(read_documents(dataset, on_error="skip", stats=stats))) == 1

@@ -70,7 +70,7 @@ def rows_of(split: Split, layout: str, length: int) -> list[dict[str, list[float
         {
             name: value.tolist()
             for name, value in {**vars(row), **row.extras}.items()
-            if name != "extras"
+            if name not in ("extras", "pictures")
         }
         for row in read_rows
     ]

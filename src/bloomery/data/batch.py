@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from bloomery.data.pictures.batches import Pictures
+
 
 @dataclass(frozen=True)
 class Places:
@@ -48,6 +50,9 @@ class Batch:
     baseline    float32 []: the KL term from which KTO measures the rewards of a step
 
     `places`: of this loss mask and these documents; a batch that changes them has none. Without them a device is asked.
+
+    `pictures`: of its sequences; None without any. `axes`: int64 [3, B, T], positions in time, row and column, for a
+    model that has them.
     """
 
     tokens: Tensor  # int64
@@ -59,13 +64,16 @@ class Batch:
     extras: Mapping[str, Tensor] = field(default_factory=dict)
     whole_documents: Tensor | None = None  # int64
     places: Places | None = None
+    pictures: Pictures | None = None
+    axes: Tensor | None = None
 
     def tensors(self) -> list[Tensor]:
         """Every tensor of the batch, extras included."""
         fields = (self.tokens, self.labels, self.loss_mask, self.positions, self.documents)
-        optional_fields = (self.sequences, self.whole_documents)
+        optional_fields = (self.sequences, self.whole_documents, self.axes)
+        of_pictures = [] if self.pictures is None else [*self.pictures.inputs.values()]
         present = [tensor for tensor in optional_fields if tensor is not None]
-        return [*fields, *present, *self.extras.values()]
+        return [*fields, *present, *self.extras.values(), *of_pictures]
 
     @property
     def attended_documents(self) -> Tensor:
@@ -76,6 +84,7 @@ class Batch:
         """The batch of one of `of` ranks that share each sequence. Labels are next to their tokens, also at a cut."""
         if of == 1:
             return self
+        assert self.pictures is None and self.axes is None, "the plan refuses that"
         length = self.tokens.shape[1] // of
         tokens = slice(index * length, (index + 1) * length)
         cut = self.map_tensors(lambda tensor: tensor[:, tokens].contiguous())
@@ -98,4 +107,6 @@ class Batch:
             whole_documents=(
                 None if self.whole_documents is None else change(self.whole_documents)
             ),
+            pictures=None if self.pictures is None else self.pictures.map_tensors(change),
+            axes=None if self.axes is None else change(self.axes),
         )

@@ -22,6 +22,7 @@ JSON_KINDS = {
 # First words of reasons whose subject is their place.
 _PREDICATES = ("is ", "has ", "holds ", "begins ", "ends ")
 _CALL_SIGNS = ("tool_call", "functioncall", "function_call")  # calls in the text itself
+PICTURE = "\ufffc"  # Unicode's mark of an object inside a text: where a picture is in a content
 Role = Literal["system", "user", "assistant", "tool"]
 Kind = Literal["chat", "completion", "pair", "kto", "prompt"]
 
@@ -69,7 +70,10 @@ def too_long(where: str, kind: str) -> BadRow:
 
 @dataclass(frozen=True)
 class Message:
-    """One turn. `calls` are tool calls as templates expect them: {"type": "function", "function": {...}}."""
+    """One turn. `calls` are tool calls as templates expect them: {"type": "function", "function": {...}}.
+
+    `pictures`: references to those whose places in the content PICTURE marks; "" of one that is in a column.
+    """
 
     role: Role
     content: str
@@ -78,6 +82,7 @@ class Message:
     thinking: str | None = None
     call_id: str | None = None  # of a tool's result: the call that it answers
     trained_on: bool = True  # "weight" of an assistant turn in the OpenAI format
+    pictures: tuple[str, ...] = ()
 
 
 Turns = tuple[Message, ...] | str
@@ -151,7 +156,23 @@ def _read(turns: str | list[dict[str, Any]]) -> Turns:
     if isinstance(turns, str):
         return turns
     messages = ({name: turn[key] for name, key in _KEYS.items() if key in turn} for turn in turns)
-    return tuple(Message(**{**turn, "calls": tuple(turn.get("calls", ()))}) for turn in messages)
+    return tuple(
+        Message(
+            **{
+                **turn,
+                "calls": tuple(turn.get("calls", ())),
+                "pictures": tuple(turn.get("pictures", ())),
+            }
+        )
+        for turn in messages
+    )
+
+
+def pictures_of(turns: Turns) -> list[str]:
+    """The references of a side, in order."""
+    if isinstance(turns, str):
+        return []
+    return [reference for message in turns for reference in message.pictures]
 
 
 def texts_of(example: Example) -> list[str]:

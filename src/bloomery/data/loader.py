@@ -15,6 +15,7 @@ from bloomery.core.errors import UserError
 from bloomery.data.batch import Batch
 from bloomery.data.order import Cursor, Visits
 from bloomery.data.packing import Ids, Layout, PackedSequence, PackedSequences
+from bloomery.data.pictures.batches import PictureLoader
 from bloomery.data.reference_scores import ReferenceScores
 from bloomery.data.shards import SplitName, open_split, read_manifest
 
@@ -59,6 +60,10 @@ class Loader:
         self._reference = (
             None if reference is None else ReferenceScores(reference, self.tokens, run)
         )
+        self._stored_pictures = opened_split.pictures
+        self._pictures: PictureLoader | None = None
+        if manifest.has_pictures:
+            self._pictures = PictureLoader(prepared)
         self._prepare = prepare
         self._seed = seed
         self._data_rank = data_rank
@@ -168,14 +173,25 @@ class Loader:
                 self._reference.of_labels(sequence.label_indices, sequence.loss_mask)
                 for sequence in packed
             )
+        tokens = _stack(sequence.tokens for sequence in packed)
+        documents = _stack(sequence.documents for sequence in packed)
+        pictures = axes = None
+        if self._pictures is not None:
+            stored = self._stored_pictures
+            numbers = [number for sequence in packed for number in sequence.pictures]
+            contents = [] if stored is None else [stored[number] for number in numbers]
+            pictures = self._pictures.pictures_of(contents, tokens)
+            axes = self._pictures.axes_of(pictures, tokens, documents)
         batch = Batch(
-            tokens=_stack(sequence.tokens for sequence in packed),
+            tokens=tokens,
             labels=_stack(sequence.labels for sequence in packed),
             loss_mask=_stack(sequence.loss_mask for sequence in packed),
             positions=_stack(sequence.positions for sequence in packed),
-            documents=_stack(sequence.documents for sequence in packed),
+            documents=documents,
             sequences=_stack(_numbered_texts(packed)) if self._packing.packed_sources else None,
             extras=extras,
+            pictures=pictures,
+            axes=axes,
         )
         part = batch.part(self._context_rank, self._context)
         return part if self._prepare is None else self._prepare(part)

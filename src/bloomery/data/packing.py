@@ -24,7 +24,7 @@ conversations and pairs, to a text that is trained on.
 import functools
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -53,6 +53,7 @@ class PackedSequence:
     documents: Ids
     label_indices: Ids
     extras: Mapping[str, Ids]
+    pictures: tuple[int, ...] = ()  # their numbers in the split, in the order of their tokens
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,8 @@ class PackedSequences:
         self._pad_id = pad_id or 0  # any token will do: padding is seen by padding alone
         if layout == "fixed" and DOCUMENTS_PER_UNIT[split.kind] > 1:
             raise pairs_need_packing()
+        if layout == "fixed" and split.pictures is not None:
+            raise pictures_need_packing()
 
         # Conversations and pairs are placed now, as only that tells how many sequences they fill.
         # Plain text is cut every T tokens, so that its sequences are found when they are read.
@@ -197,7 +200,14 @@ class PackedSequences:
             np.append(indices, -1),
             np.append(is_trained, False),
             extras,
+            self._pictures(document_numbers.tolist()),
         )
+
+    def _pictures(self, documents: Sequence[int]) -> tuple[int, ...]:
+        pictures = self._split.pictures
+        if pictures is None:
+            return ()
+        return tuple(number for document in documents for number in pictures.of_document(document))
 
     def _sequence(
         self,
@@ -207,6 +217,7 @@ class PackedSequences:
         indices: Ids,
         is_trained: np.ndarray[Any, np.dtype[np.bool_]] | None = None,
         extras: Mapping[str, Ids] = NO_EXTRAS,
+        pictures: tuple[int, ...] = (),
     ) -> PackedSequence:
         """The sequence of these tokens, of which the last is a label only. The positions left are padding: document -1,
         loss mask 0.
@@ -237,7 +248,15 @@ class PackedSequences:
             documents=fill_up(documents, -1),
             label_indices=fill_up(np.where(same_document, indices[1 : count + 1], -1), -1),
             extras={name: fill_up(values, 0) for name, values in extras.items()},
+            pictures=pictures,
         )
+
+
+def pictures_need_packing() -> UserError:
+    problem = (
+        "without document masking the dataset is cut at any token, and a picture must stay whole"
+    )
+    return UserError(problem, where="data.document_masking", fix="set data.document_masking=true")
 
 
 def pairs_need_packing() -> UserError:
@@ -303,8 +322,16 @@ def pack_source(
         first_by_text = split.first_loss_tokens[first_document:last_document]
         first_loss_tokens = np.asarray(first_by_text, np.int64).reshape(-1, texts_per_unit)
 
+    stays_whole = None
+    if split.pictures is not None:
+        has_pictures = split.pictures.are_in(first_document, last_document)
+        stays_whole = np.asarray(has_pictures.reshape(-1, texts_per_unit).any(1))
     return pack_units(
-        full_lengths, first_loss_tokens, sequence_length=sequence_length, layout=layout
+        full_lengths,
+        first_loss_tokens,
+        sequence_length=sequence_length,
+        layout=layout,
+        stays_whole=stays_whole,
     )
 
 
@@ -314,15 +341,21 @@ def pack_units(
     *,
     sequence_length: int,
     layout: Literal["packed", "padded"],
+    stays_whole: np.ndarray[Any, np.dtype[np.bool_]] | None = None,
 ) -> PackedSource:
     """The sequences of units, by the tokens of their texts and the index of the first loss token of each, which is its
     length where it has none: both [units, texts per unit].
+
+    `stays_whole` [units]: those that are dropped where they would be cut, as a cut could go through a picture.
     """
     # A unit is packed when every text of it has a loss token in the part that fits: a pair with one
     # masked side has no margin to train on.
     lengths = truncated_lengths(full_lengths, sequence_length)
     has_loss_tokens = (first_loss_tokens < full_lengths).all(1)
-    packed_units = np.flatnonzero((first_loss_tokens < lengths).all(1))
+    fits = (first_loss_tokens < lengths).all(1)
+    if stays_whole is not None:
+        fits &= ~stays_whole | (lengths == full_lengths).all(1)
+    packed_units = np.flatnonzero(fits)
     cut_tokens = full_lengths[packed_units] - lengths[packed_units]
 
     # Sequences are numbered as they were opened; within one, units keep the order of the source.

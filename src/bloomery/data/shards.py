@@ -1,7 +1,7 @@
 """A prepared dataset on disk: a manifest, memory-mapped token files that read as one array, and their writer."""
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from io import FileIO
 from pathlib import Path
@@ -41,6 +41,7 @@ DOCUMENTS_PER_UNIT: dict[ShardKind, int] = {
 }
 # Documents with a loss mask. Of plain text every token is trained on, of prompts none.
 MASKED_KINDS: tuple[ShardKind, ...] = ("chat", "pairs", "kto")
+_PICTURE_COLUMNS = ("picture-ends", "picture-documents")
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -72,6 +73,9 @@ class SplitRecord(ManifestRecord):
     Conversations and pairs also have `loss_mask`, one byte per token, in shards like the tokens; `first`, a uint32 per
     document, the place of its first loss token (its length: none); for kto `kto_labels`, one byte per document. Prompts
     have `rows`, one JSON text after the other, and `row_starts`, uint64 [documents + 1].
+
+    Where documents have pictures, `pictures` holds their files one after the other; `picture_ends`, uint64, where each
+    ends; `picture_documents`, uint64, the document of each.
     """
 
     tokens: int
@@ -86,15 +90,19 @@ class SplitRecord(ManifestRecord):
     kto_labels: FileRecord | None = None
     rows: FileRecord | None = None
     row_starts: FileRecord | None = None
+    pictures: FileRecord | None = None
+    picture_ends: FileRecord | None = None
+    picture_documents: FileRecord | None = None
 
     @property
     def files(self) -> tuple[FileRecord, ...]:
         of_kind = (self.first, self.kto_labels, self.rows, self.row_starts)
+        of_pictures = (self.pictures, self.picture_ends, self.picture_documents)
         return (
             *self.shards,
             self.bounds,
             *self.loss_mask,
-            *(file for file in of_kind if file is not None),
+            *(file for file in (*of_kind, *of_pictures) if file is not None),
         )
 
 
@@ -162,6 +170,10 @@ class Manifest(ManifestRecord):
         """The digest of all that training reads. The date and the place of the source files do not change it."""
         records = [*self.train.files, *self.validation.files, *self.files]
         return digest_of("".join(record.model_dump_json() for record in records).encode())
+
+    @property
+    def has_pictures(self) -> bool:
+        return self.train.pictures is not None or self.validation.pictures is not None
 
     @property
     def mixed(self) -> bool:
@@ -332,6 +344,34 @@ class Rows:
 
 
 @final
+class StoredPictures:
+    """The pictures of a split, read by number: their files. Raises UserError for one in a damaged block."""
+
+    def __init__(self, folder: Path, file: FileRecord, ends: Array, documents: Array) -> None:
+        starts = np.concatenate([np.zeros(1, np.uint64), np.asarray(ends)])
+        self._contents = Rows(folder, file, starts)
+        self._documents = documents
+
+    def __getitem__(self, index: int) -> bytes:
+        return self._contents[index]
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    def of_document(self, document: int) -> range:
+        """The numbers of its pictures, in the order of its tokens."""
+        first, last = np.searchsorted(self._documents, [document, document + 1])
+        return range(int(first), int(last))
+
+    def are_in(self, first: int, last: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Of the documents from `first` to before `last`, whether each has a picture."""
+        has_pictures = np.zeros(last - first, np.bool_)
+        documents = np.asarray(self._documents).astype(np.int64)
+        has_pictures[documents[(documents >= first) & (documents < last)] - first] = True
+        return has_pictures
+
+
+@final
 class Split:
     """Documents of a split. `bounds`, uint64 [documents + 1]: where each begins, and where the last ends.
 
@@ -359,6 +399,11 @@ class Split:
         self.rows: Rows | None = None
         if record.rows is not None and row_starts is not None:
             self.rows = Rows(folder, record.rows, row_starts)
+        ends = column(record.picture_ends, "uint64")
+        documents = column(record.picture_documents, "uint64")
+        self.pictures: StoredPictures | None = None
+        if record.pictures is not None and ends is not None and documents is not None:
+            self.pictures = StoredPictures(folder, record.pictures, ends, documents)
 
     def __len__(self) -> int:
         return self.record.documents
@@ -402,6 +447,8 @@ class SplitProgress(BaseModel):
 
     bytes: int = 0
     row_bytes: int = 0
+    pictures: int = 0
+    picture_bytes: int = 0
     loss_tokens: int = 0
     parts: list[tuple[int, int]] = []
 
@@ -418,8 +465,9 @@ class SplitProgress(BaseModel):
 class SplitWriter:
     """Appends documents to `<name>-00000.bin`, ... and their starts to `<name>-documents.bin`. Every shard but the
     last is full. Conversations and pairs also have `<name>-loss-mask-00000.bin`, ..., `<name>-first.bin` and, for kto,
-    `<name>-kto-labels.bin`; prompts `<name>-rows.bin` and `<name>-row-starts.bin`. Opens with the state of `progress`:
-    after a kill, with that of the journal.
+    `<name>-kto-labels.bin`; prompts `<name>-rows.bin` and `<name>-row-starts.bin`; those with pictures
+    `<name>-pictures.bin`, `<name>-picture-ends.bin` and `<name>-picture-documents.bin`. Opens with the state of
+    `progress`: after a kill, with that of the journal.
     """
 
     def __init__(
@@ -459,6 +507,9 @@ class SplitWriter:
         for column, dtype in self._columns.items():
             _cut(self._path(column), dtype.itemsize * self._documents)
         _cut(self._path("rows"), progress.row_bytes)
+        _cut(self._path("pictures"), progress.picture_bytes)
+        for column in _PICTURE_COLUMNS:
+            _cut(self._path(column), progress.pictures * np.dtype(np.uint64).itemsize)
         # Tokens fill shards: some are full, one is begun, and those after it are removed.
         num_full, rest = divmod(self._tokens, self._shard_tokens)
         for stored_column, dtype in self._sharded.items():
@@ -482,9 +533,10 @@ class SplitWriter:
         loss_mask: np.ndarray[Any, np.dtype[np.uint8]] | None = None,
         kto_labels: np.ndarray[Any, np.dtype[np.uint8]] | None = None,
         rows: list[bytes] | None = None,
+        pictures: Sequence[Sequence[bytes]] = (),
     ) -> None:
-        """Append documents, whose tokens follow each other in `ids`. `loss_mask` (one per token), `kto_labels` and
-        `rows` (one per document): see SplitRecord.
+        """Append documents, whose tokens follow each other in `ids`. `loss_mask` (one per token), `kto_labels`, `rows`
+        (one per document) and `pictures` (those of each document): see SplitRecord.
         """
         starts = (np.cumsum(lengths, dtype=np.uint64) - lengths).astype(np.uint64)
         columns: dict[str, Array | None] = {
@@ -501,6 +553,7 @@ class SplitWriter:
             columns["row-starts"] = np.concatenate([[self.progress.row_bytes], row_ends[:-1]])
             self._write(self._path("rows"), b"".join(rows))
             self.progress.row_bytes = int(row_ends[-1])
+        self._append_pictures(pictures)
         self._append("", ids)
         for column, dtype in self._columns.items():
             values = columns[column]
@@ -511,6 +564,20 @@ class SplitWriter:
         tokens, documents = self.progress.parts[-1]
         self.progress.parts[-1] = (tokens + len(ids), documents + len(lengths))
         self.progress.bytes += text_bytes
+
+    def _append_pictures(self, pictures: Sequence[Sequence[bytes]]) -> None:
+        contents = [content for of_one in pictures for content in of_one]
+        if not contents:
+            return
+        ends = self.progress.picture_bytes + np.cumsum([len(content) for content in contents])
+        documents = self._documents + np.repeat(
+            np.arange(len(pictures)), [len(of_one) for of_one in pictures]
+        )
+        self._write(self._path("pictures"), b"".join(contents))
+        for column, values in zip(_PICTURE_COLUMNS, (ends, documents), strict=True):
+            self._write(self._path(column), values.astype(np.uint64).tobytes())
+        self.progress.pictures += len(contents)
+        self.progress.picture_bytes = int(ends[-1])
 
     def _append(self, column: str, values: Array) -> None:
         """Into as many shards as the values reach; each is full before the next one begins."""
@@ -558,7 +625,8 @@ class SplitWriter:
         self.sync()
         self.close()
         # A column of no document has no file.
-        paths = {name: self._path(name) for name in (*self._columns, "rows")}
+        optional = ("rows", "pictures", *_PICTURE_COLUMNS)
+        paths = {name: self._path(name) for name in (*self._columns, *optional)}
         columns = {name: file_record(path) for name, path in paths.items() if path.exists()}
         # A shard that was begun and got no token is no part of the split.
         num_shards = -(-self._tokens // self._shard_tokens)
@@ -586,6 +654,9 @@ class SplitWriter:
             kto_labels=columns.get("kto-labels"),
             rows=columns.get("rows"),
             row_starts=columns.get("row-starts"),
+            pictures=columns.get("pictures"),
+            picture_ends=columns.get("picture-ends"),
+            picture_documents=columns.get("picture-documents"),
         )
 
 

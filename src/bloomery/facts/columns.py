@@ -76,18 +76,11 @@ COLUMN_NAMES: dict[str, tuple[str, ...]] = {
 SAME_ROLE = {"prompt": "instruction", "completion": "output"}
 _SAME_ROLES = SAME_ROLE | {role: name for name, role in SAME_ROLE.items()}
 
-# Columns and keys of turns that hold pictures, sound or video, or where they are: none of the models trains on them.
-MEDIA = (
-    "images",
-    "image",
-    "image_path",
-    "image_url",
-    "videos",
-    "video",
-    "audios",
-    "audio",
-    "rejected_images",
-)
+# Columns and keys of turns that hold pictures, or where they are.
+PICTURES = ("images", "image", "image_path", "image_url")
+# Those of sound and video, and of pictures that a rejected response alone would see: no model trains on them here.
+UNREAD_MEDIA = ("videos", "video", "audios", "audio", "rejected_images")
+MEDIA = (*PICTURES, *UNREAD_MEDIA)
 MARKERS = ("<image>", "<video>", "<audio>")  # where LLaVA, LLaMA-Factory and ms-swift insert them
 
 # Columns that another tool uses, and no objective here: the note on unread columns says for what.

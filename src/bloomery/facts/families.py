@@ -64,11 +64,14 @@ MULTIMODAL: Mapping[str, str] = MappingProxyType(
         "lfm3_vl": "lfm3",
         "gemma4": "gemma4_text",
         "gemma4_unified": "gemma4_unified_text",
+        "internvl": "qwen2",
         "mistral3": "mistral",
+        "qwen2_5_vl": "qwen2",
         "qwen3_5": "qwen3_5_text",
         "qwen3_5_moe": "qwen3_5_moe_text",
         "qwen3_vl": "qwen3",
         "qwen3_vl_moe": "qwen3_moe",
+        "smolvlm": "llama",
     }
 )
 # Of language models that are another family's: what their own config class has where a file lacks a key, and what their

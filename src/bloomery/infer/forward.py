@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bloomery.core.device import accelerator_type, can
+from bloomery.core.errors import UserError
 from bloomery.data.batch import Batch, Places
 from bloomery.facts.counting import is_kept_float32, is_never_trained
 from bloomery.model.adapters.lora import is_added
@@ -18,6 +19,7 @@ from bloomery.model.experts import ExpertMLPs
 from bloomery.model.forward_input import ForwardInput
 from bloomery.model.heads import Head
 from bloomery.model.io.parameters import is_sharded
+from bloomery.model.pictures import SeenPictures
 
 _AUTOCAST_PRECISIONS = ("bfloat16", "float16")  # over float32 weights
 
@@ -142,12 +144,39 @@ def forward_all(
             borders=borders_in(batch),
             head=head,
             is_real_BT=batch.documents >= 0 if counts_loads else None,
+            pictures=seen_pictures(model, batch),
+            axes_3BT=batch.axes,
             begin=begin_one,
         )
         for batch, head, begin_one in zip(batches, heads, begin or repeat(None), strict=False)
     ]
     with precision_context(precision, batches[0].tokens.device.type):
         return model.forward_all(inputs)
+
+
+def seen_pictures(model: Decoder, batch: Batch) -> SeenPictures | None:
+    """What the model's tower makes of the pictures of a batch; None without any.
+
+    Raises UserError where it makes another number of tokens than the text has for them.
+    """
+    if batch.pictures is None:
+        return None
+    vision = model.vision
+    assert vision is not None, "a run with pictures has a tower"
+    features = vision(batch.pictures.inputs)
+    num_made, num_marked = len(features.features_ND), len(batch.pictures.places)
+    if num_made != num_marked:
+        raise UserError(
+            f"the tower makes {num_made} tokens of pictures for which the text has {num_marked}",
+            where="data.prepared",
+            fix="prepare the dataset again, with the processor of this very model",
+        )
+    return SeenPictures(
+        batch.pictures.places,
+        features.features_ND,
+        features.deep_features,
+        both_ways=vision.vision.both_ways,
+    )
 
 
 def has_dropout(model: Decoder) -> bool:

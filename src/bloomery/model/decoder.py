@@ -10,6 +10,7 @@ V vocabulary.
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from bloomery.core.errors import UserError
 from bloomery.facts.config import Mixer, ModelConfig, Stage, whole_model
 from bloomery.facts.counting import MIXER_MODULES, Layer, block_norms, layers
+from bloomery.facts.pictures import PositionAxes
 from bloomery.model import compiled_pointwise
 from bloomery.model.attention.attend import DocumentBorders, DocumentLayout, layout_of
 from bloomery.model.cache import Cache, LayerCache, StateCache, VisiblePast
@@ -32,8 +34,10 @@ from bloomery.model.mixers.delta_net import GatedDeltaNet
 from bloomery.model.mixers.latent_attention import LatentAttention
 from bloomery.model.mixers.short_convolution import GatedShortConvolution
 from bloomery.model.norms import RMSNorm, build_norm, widened, working_dtype
+from bloomery.model.pictures import SeenPictures
 from bloomery.model.rope import Frequencies, Rotary, rotary_tables
 from bloomery.model.transformers_backend import TransformersBackbone
+from bloomery.model.vision import VisionTower
 from bloomery.model.xielu import XIELU
 
 VALUE_HEAD = "value_head.weight"  # a parameter that training adds, and no file of a model has
@@ -108,6 +112,9 @@ def build_mlp(config: ModelConfig, layer: Layer, backend: str) -> MLP | MixtureO
         shared_expert = MLP(config, experts.shared_width, backend)
     activation = ACTIVATIONS[config.activation]
     return MixtureOfExperts(config, experts, activation, shared_expert, backend)
+
+
+SEES_BOTH_WAYS = ("mask", "math")  # backends in which tokens of a picture may see those after them
 
 
 class LayerOutput(NamedTuple):
@@ -329,6 +336,7 @@ class Backbone(nn.Module):
         # Whether the backward of embeddings adds to `.grad` itself, because autograd's gradient is as large as the
         # weight (`compiled_scores.RowsOf`). No hook sees that gradient: off where somebody waits for one.
         self.adds_rows = False
+        self.axes: PositionAxes | None = None  # of a model that sees pictures
         self.embed_tokens = blank_embedding(config.vocab_size, config.hidden_size)
         if config.positions == "learned":
             self.embed_positions = blank_embedding(config.max_positions, config.hidden_size)
@@ -353,10 +361,19 @@ class Backbone(nn.Module):
         cache: Cache | None,
         borders: DocumentBorders | None = None,
         is_real_BT: Tensor | None = None,
+        pictures: SeenPictures | None = None,
+        axes_3BT: Tensor | None = None,
     ) -> Tensor:
         """The last hidden states [B, T, D], normed; where the forward ends before the head, `StageLink.send`'s 0."""
         steps = self.layer_by_layer(
-            tokens_BT, positions_BT, documents_BT, cache, borders, is_real_BT
+            tokens_BT,
+            positions_BT,
+            documents_BT,
+            cache,
+            borders,
+            is_real_BT,
+            pictures=pictures,
+            axes_3BT=axes_3BT,
         )
         while True:
             try:
@@ -383,6 +400,8 @@ class Backbone(nn.Module):
                 inputs[number].borders,
                 inputs[number].is_real_BT,
                 inputs[number].begin,
+                inputs[number].pictures,
+                inputs[number].axes_3BT,
             )
             for number in reversed(range(len(inputs)))
         }
@@ -405,6 +424,8 @@ class Backbone(nn.Module):
         borders: DocumentBorders | None,
         is_real_BT: Tensor | None,
         begin: Callable[[], None] | None = None,
+        pictures: SeenPictures | None = None,
+        axes_3BT: Tensor | None = None,
     ) -> Generator[None, None, tuple[Tensor, Mapping[int, RouterLoad]]]:
         """A forward that pauses after each layer, where others may run. It returns its hidden states, and the loads of
         its experts.
@@ -418,7 +439,11 @@ class Backbone(nn.Module):
         # What depends on positions and documents alone is computed once, for all layers.
         positions = self.positions(tokens_BT, positions_BT, cache)
         layout = layout_of(documents_BT, backend=self.backend, borders=borders)
-        rotary_by_layer = self.rotary(positions)
+        rotary_by_layer = self.rotary(positions, axes_3BT)
+        # Layers in which tokens of a picture see those after them have a layout of their own.
+        both_ways = layout
+        if pictures is not None and pictures.both_ways != "none":
+            both_ways = replace(layout, pictures_BT=pictures.numbers_of(tokens_BT))
 
         stage = self.stage
         block_of_layer = dict(zip(stage.layers, self.layers, strict=True))
@@ -431,8 +456,13 @@ class Backbone(nn.Module):
             # The residual stream begins with the embedded tokens, or comes from the stage before.
             if group == 0 and stage.embeds:
                 x_BTD = self.embed(tokens_BT, positions)
+                if pictures is not None:
+                    x_BTD = pictures.in_place_of_tokens(x_BTD)
                 if self.config.per_layer_input_size:
-                    inputs_LBTP = self.per_layer_inputs(tokens_BT, x_BTD).unbind(2)
+                    inner_BT = tokens_BT
+                    if pictures is not None:
+                        inner_BT = pictures.tokens_without(tokens_BT, self.config.pad_token_id or 0)
+                    inputs_LBTP = self.per_layer_inputs(inner_BT, x_BTD).unbind(2)
             else:
                 assert self.link is not None, "a stage has a link to the one before"
                 x_BTD = self.link.receive(group, tokens_BT)
@@ -441,10 +471,12 @@ class Backbone(nn.Module):
                     seed_layer(layer)
                 layer_cache = None if cache is None else cache.layers[layer]
                 block: Any = block_of_layer[layer]
+                has_window = block.kind.window is not None
+                is_plain = pictures is None or (pictures.both_ways == "windows" and not has_window)
                 output = block(
                     x_BTD,
                     rotary_by_layer[layer],
-                    layout,
+                    layout if is_plain else both_ways,
                     layer_cache,
                     inputs_LBTP[layer],
                     None if block.kind.keys_of is None else lent_by_layer[block.kind.keys_of],
@@ -457,6 +489,8 @@ class Backbone(nn.Module):
                         lent_by_layer[layer] = output.past
                     if output.load is not None:
                         loads[layer] = output.load
+                if pictures is not None:
+                    x_BTD = pictures.added_after(layer, x_BTD)
                 yield
 
             # It ends at the head, or goes on to the stage that follows.
@@ -538,11 +572,16 @@ class Backbone(nn.Module):
         inputs_BTLP: Tensor = (projected + rows.unflatten(-1, (-1, width))) * 2.0**-0.5
         return inputs_BTLP.to(working_dtype(inputs_BTLP))
 
-    def rotary(self, positions: Tensor) -> list[Rotary | None]:
-        """The table of every layer of the whole decoder; layers that rotate alike share theirs."""
+    def rotary(self, positions: Tensor, axes_3BT: Tensor | None = None) -> list[Rotary | None]:
+        """The table of every layer of the whole decoder; layers that rotate alike share theirs.
+
+        `axes_3BT`: in place of positions, where the model has three axes of them.
+        """
         rotations = [layer.rotation for layer in layers(self.config)]
         tables = {
             rotation: rotary_tables(positions, self.frequencies, rotation)
+            if axes_3BT is None
+            else rotary_tables(axes_3BT, self.frequencies, rotation, self.axes)
             for rotation in dict.fromkeys(rotations)
             if rotation is not None
         }
@@ -587,6 +626,9 @@ class Decoder(nn.Module):
         self.config = config
         self.value_head = nn.Linear(config.hidden_size, 1, bias=False) if value_head else None
         self.step: DecodingStep | None = None  # None: decoding calls `forward`
+        self._beside = dict[
+            str, VisionTower
+        ]()  # in a dict: modules of a module are trained and saved
         self.weight_stream: WeightStream | None = (
             None  # None: all weights are where the model computes
         )
@@ -627,6 +669,24 @@ class Decoder(nn.Module):
                 module.decodes_with_kernel = is_used
 
     @property
+    def vision(self) -> VisionTower | None:
+        """What reads pictures, frozen. It is no part of the module: its weights stay those of the base."""
+        return self._beside.get("vision")
+
+    def see(self, vision: VisionTower) -> None:
+        """From now on forwards may have pictures. Raises UserError for layers of transformers."""
+        if not isinstance(self.model, Backbone):
+            raise UserError(
+                "layers of transformers are trained on text alone",
+                where="data.path",
+                fix="remove the pictures, or choose a model with native layers",
+            )
+        self._beside["vision"] = vision
+        self.model.axes = vision.vision.axes
+        if vision.vision.both_ways != "none" and self.model.backend not in SEES_BOTH_WAYS:
+            self.use_attention("mask")
+
+    @property
     def device(self) -> torch.device:
         """Where the model computes: its weights may be elsewhere."""
         if self.weight_stream is not None:
@@ -660,6 +720,8 @@ class Decoder(nn.Module):
         head: Head = ALL_LOGITS,
         cache: Cache | None = None,
         is_real_BT: Tensor | None = None,
+        pictures: SeenPictures | None = None,
+        axes_3BT: Tensor | None = None,
     ) -> Output:
         """`head` of the last hidden states: by default all logits [B, T, V].
 
@@ -667,9 +729,11 @@ class Decoder(nn.Module):
         documents_BT: int64, the document of each token in its sequence, from 0; padding is -1; masks attention. Where
         ranks share the sequences, those of all tokens, and positions those of this rank's. borders: of the documents,
         where the caller knows them. is_real_BT: bool, which of this rank's tokens are no padding: the loads of the
-        experts are counted over them, of native layers; None: not counted.
+        experts are counted over them, of native layers; None: not counted. pictures: what `vision` made of them.
+        axes_3BT: int64, positions in three axes, in place of `positions_BT` where heads rotate.
         """
-        counted = {} if is_real_BT is None else {"is_real_BT": is_real_BT}
+        optional = {"is_real_BT": is_real_BT, "pictures": pictures, "axes_3BT": axes_3BT}
+        counted = {name: value for name, value in optional.items() if value is not None}
         last_BTD = self.model(tokens_BT, positions_BT, documents_BT, cache, borders, **counted)
         loads: Mapping[int, RouterLoad] = NO_LOADS
         if isinstance(self.model, Backbone):
@@ -711,6 +775,8 @@ class Decoder(nn.Module):
             borders=forward_input.borders,
             head=forward_input.head,
             is_real_BT=forward_input.is_real_BT,
+            pictures=forward_input.pictures,
+            axes_3BT=forward_input.axes_3BT,
         )
         return output
 

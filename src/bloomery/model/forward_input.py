@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bloomery.model.attention.attend import DocumentBorders
 from bloomery.model.heads import Head, Logits
+from bloomery.model.pictures import SeenPictures
 
 ALL_LOGITS = Logits()
 
@@ -27,6 +28,8 @@ class ForwardInput:
     borders: DocumentBorders | None = None
     head: Head = ALL_LOGITS
     is_real_BT: Tensor | None = None
+    pictures: SeenPictures | None = None
+    axes_3BT: Tensor | None = None
     begin: Callable[[], None] | None = None  # called before it begins: seeds its dropout
     # Entered around each part of it: before the first layer, each layer, and the head.
     around: Callable[[], AbstractContextManager[object]] = nullcontext

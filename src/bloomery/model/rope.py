@@ -12,7 +12,9 @@ from torch import Tensor
 
 from bloomery.facts.config import ModelConfig, RopeScaling
 from bloomery.facts.counting import Rotation
+from bloomery.facts.pictures import PositionAxes
 from bloomery.model.norms import widened
+from bloomery.model.pictures import axis_of_frequencies
 
 
 class Rotary(NamedTuple):
@@ -142,9 +144,19 @@ class Frequencies:
         return self._kept[key]
 
 
-def rotary_tables(positions: Tensor, kept: Frequencies, rotation: Rotation) -> Rotary:
-    """Tables for positions [B, T] or [T]; float32 also under autocast, since angles do not survive bfloat16."""
-    angles = (positions[..., None].float() * kept.at(positions, rotation)).unsqueeze(-2)
+def rotary_tables(
+    positions: Tensor, kept: Frequencies, rotation: Rotation, axes: PositionAxes | None = None
+) -> Rotary:
+    """Tables for positions [B, T] or [T]; float32 also under autocast, since angles do not survive bfloat16.
+
+    `axes`: positions are [3, B, T], of which each frequency turns with one.
+    """
+    frequencies_R = kept.at(positions, rotation)
+    turning = positions[..., None]
+    if axes is not None:
+        axis_R = axis_of_frequencies(axes, len(frequencies_R), positions.device)
+        turning = positions[axis_R].movedim(0, -1)
+    angles = (turning.float() * frequencies_R).unsqueeze(-2)
     angles = angles if angles.ndim == 4 else angles.unsqueeze(0)
     scale = table_scale(kept.config, rotation.scaling)
     query_scale = None

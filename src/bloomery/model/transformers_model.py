@@ -13,7 +13,7 @@ class Unlike(Exception):
     """Why an architecture does not fit between our embeddings and our head."""
 
 
-class _MatricesOnMeta(TorchFunctionMode):
+class MatricesOnMeta(TorchFunctionMode):
     """Matrices are made by torch.empty and then filled; what is computed, as tables of rotations are, is not."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -51,7 +51,7 @@ def blank_model(raw_config: str, attention: str | None = None) -> tuple[Any, str
         config.output_router_logits = False  # for a loss that nobody asks for
     build: Any = AutoModelForCausalLM.from_config
     candidates = IMPLEMENTATIONS if attention is None else (attention,)
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"), _MatricesOnMeta():
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), MatricesOnMeta():
         for implementation in candidates[:-1]:
             try:
                 model = build(config, attn_implementation=implementation, dtype=torch.float32)

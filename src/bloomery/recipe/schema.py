@@ -294,6 +294,9 @@ class Source(Section):
     glob: str | None = key(None, "Pattern of file names below path.", "*.go")
     format: Format = key("auto", "Format of the dataset; auto: by its files and columns.")
     columns: dict[str, str] = key({}, "Names of the dataset's columns, by role.")
+    pictures: FilePath | None = key(
+        None, "Folder of the pictures that rows name; unset: that of the dataset.", "images"
+    )
     weight: PositiveFloat = key(1.0, "Passes per epoch: 2 reads the dataset twice, 0.5 half of it.")
 
 
@@ -310,6 +313,9 @@ class Data(Section):
         None,
         "Dataset made on this machine: of Python's standard library, or sums of two numbers.",
         "stdlib-code",
+    )
+    pictures: FilePath | None = key(
+        None, "Folder of the pictures that rows name; unset: that of the dataset.", "images"
     )
     sources: list[Source] = key(
         [],

@@ -11,13 +11,15 @@ import torch
 
 from bloomery.core.errors import UserError
 from bloomery.data.order import Cursor
+from bloomery.data.pictures.encoder import saved_vision
 from bloomery.facts.config import whole_model
-from bloomery.infer.forward import prepare_weights
+from bloomery.infer.forward import matmul_dtype, prepare_weights
 from bloomery.model.adapters.lora import adapt
 from bloomery.model.adapters.peft_methods import PeftAdapter, method_config
 from bloomery.model.adapters.settings import Base, adaptation, base_of
 from bloomery.model.decoder import VALUE_HEAD, Decoder
 from bloomery.model.io.weights import init_weights, quantize_model
+from bloomery.model.vision import load_tower
 from bloomery.parallel.apply import apply
 from bloomery.parallel.context import HeadExchange
 from bloomery.parallel.experts import divide_experts
@@ -244,6 +246,8 @@ def build_state(
         base = Base(**mesh.broadcast_json(fields_of_base))
     checkpointed_model = build_checkpointed_model(model, plan, initial, base)
 
+    add_vision(model, plan)
+
     # Completions are sampled without dropout, and their probabilities must be the same in training.
     if plan.objective.spec.source == "rollouts":
         model.eval()
@@ -297,6 +301,48 @@ def empty_model(plan: RunPlan) -> Decoder:
         quantize_model(model, plan.quantize, reader=plan.quantized_by)
     prepare_weights(model, plan.train.precision)
     return model
+
+
+def add_vision(model: Decoder, plan: RunPlan) -> None:
+    """The tower of the model that the run starts from, where its dataset has pictures. Raises UserError."""
+    source = saved_vision(plan.data.prepared)
+    if source is None:
+        return
+    if plan.model.source is None:
+        raise UserError(
+            "a new model sees no pictures",
+            where="model.from",
+            fix="name the vision-language model that the dataset was prepared for",
+        )
+    refuse_pictures(plan)
+    # float16 overflows in some towers, as in residual streams of language models.
+    precision = plan.train.precision
+    dtype = torch.float32 if precision == "float16" else matmul_dtype(precision)
+    device = torch.device(plan.train.device)
+    model.see(load_tower(source.vision, plan.model.source, dtype=dtype, device=device))
+
+
+def refuse_pictures(plan: RunPlan) -> None:
+    """Raises UserError for a plan whose pictures would not reach every forward."""
+    train = plan.train
+    kind = plan.objective.spec.kind
+    reads_reference = plan.objective.spec.reference and isinstance(plan.adapter, NoAdapter)
+    excluded = {
+        f"objective.kind={kind}": plan.objective.spec.source == "rollouts" or kind == "distill",
+        f"objective.kind={kind} without an adapter": reads_reference,
+        "parallel.pipeline": train.pipeline > 1,
+        "parallel.shard": train.shard > 1,
+        "parallel.context": train.context > 1,
+        "parallel.stream": train.stream != "off",
+        "train.compile": train.compile,
+    }
+    for key, is_excluded in excluded.items():
+        if is_excluded:
+            raise UserError(
+                f"not supported with pictures: {key}",
+                where=str(plan.data.prepared),
+                fix="train with objective.kind=sft and an adapter on one device, or remove the pictures",
+            )
 
 
 def become_stage(model: Decoder, train: TrainPlan, mesh: Mesh) -> None:

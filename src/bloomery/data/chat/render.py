@@ -3,11 +3,12 @@
 import os
 import re
 import signal
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, final
@@ -15,9 +16,17 @@ from typing import Any, Literal, Protocol, final
 from bloomery.core.child import Child
 from bloomery.core.errors import UserError
 from bloomery.core.units import format_bytes
-from bloomery.data.chat.masks import loss_tokens
+from bloomery.data.chat.masks import Span, loss_tokens
 from bloomery.data.chat.written import PartCounts, added
-from bloomery.data.examples import BadRow, Example, Message, check_turns, num_equal
+from bloomery.data.examples import (
+    BadRow,
+    Example,
+    Message,
+    check_turns,
+    num_equal,
+    pictures_of,
+)
+from bloomery.data.pictures.encoder import PictureEncoder
 from bloomery.data.tokenizer.fast_bpe import LONGEST_PLACED
 from bloomery.data.tokenizer.roles import named_tokens
 from bloomery.data.tokenizer.templates import (
@@ -37,8 +46,9 @@ BATCH = 256  # conversations per message to the child
 _MARKUP = re.compile(r"<\|[\w ]{1,40}\|>|<(?:start|end)_of_turn>|</?s>")
 _FIX = "remove the row, set data.on_error=skip, or set data.chat.template to another"
 _UNCLEAR = "add {% generation %} and {% endgeneration %} to the template, or set data.chat.template to another"
-_TRIAL = (Message("user", "a"), Message("assistant", "b"))
+_QUESTION = "bloomeryquestion"
 _ANSWER = "bloomeryanswer"
+_TRIAL = (Message("user", _QUESTION), Message("assistant", _ANSWER))
 CPU_SECONDS = 2.0  # for one conversation
 WALL_SECONDS = 30.0  # plus CPU_SECONDS for every conversation of a batch
 _PATIENCE = 3  # conversations that may kill the process; one more per thousand
@@ -54,6 +64,7 @@ class EncodedText:
 
     ids: list[int]
     loss_mask: list[bool]
+    pictures: tuple[bytes, ...] = ()  # in the order of their tokens
 
 
 EncodedExample = tuple[EncodedText, ...]
@@ -72,12 +83,15 @@ class TemplateProcess:
         self._child: Child | None = None
         self._num_crashes = 0
         self._num_answers = 0
+        self.takes_parts = False  # contents must be lists of parts
 
     def read(self, jobs: Sequence[Json]) -> list[Json]:
         """One answer per job: {"text", "spans"} or {"error"}. Raises UserError for a template that always fails."""
         if not jobs:
             return []
         child = self._child or self._start()
+        if self.takes_parts:
+            jobs = [{**job, "takes_parts": True} for job in jobs]
         answer = child.ask({"jobs": jobs}, seconds=WALL_SECONDS + CPU_SECONDS * len(jobs))
         if not isinstance(answer, str):
             answers: list[Json] = answer["answers"]
@@ -157,6 +171,7 @@ class Renderer:
         train_on: TrainOn,
         verbatim: bool = False,
         variables: Mapping[str, bool | int | float | str] | None = None,
+        pictures: PictureEncoder | None = None,
     ) -> None:
         """`template`: a name, a file, "none", or None for the tokenizer's own. It is loaded when a row needs it.
         `variables`: of the template, where it has other defaults.
@@ -168,6 +183,7 @@ class Renderer:
         self._template_name = template
         self._train_on = train_on
         self._variables = variables or {}
+        self._pictures = pictures
         self._formats_texts = not verbatim and formats_texts(template, tokenizer.config)
         self._template: ChatTemplate | None = None
         self._processes: dict[str, TemplateProcess] = {}
@@ -188,6 +204,8 @@ class Renderer:
         for process in self._processes.values():
             process.close()
         self._processes.clear()
+        if self._pictures is not None:
+            self._pictures.close()
 
     @property
     def template(self) -> ChatTemplate:
@@ -224,6 +242,7 @@ class Renderer:
         chats: dict[bool, dict[int, Example]] = {False: {}, True: {}}
         for index, example in enumerate(examples):
             try:
+                self._refuse_pictures(example)
                 formatted_example = self._as_turns(example)
                 if isinstance(formatted_example.prompt, str):
                     results[index] = self._encode_texts(formatted_example)
@@ -237,6 +256,15 @@ class Renderer:
                 encoded_chats = self._encode_chats(list(batch.values()), with_tools)
                 results |= zip(batch, encoded_chats, strict=True)
         return [results[index] for index in range(len(examples))]
+
+    def _refuse_pictures(self, example: Example) -> None:
+        """Raises BadRow for pictures that the model does not see."""
+        if self._pictures is None and any(map(pictures_of, (example.prompt, *example.responses))):
+            raise BadRow(
+                example.source,
+                "has pictures, and the model reads text alone",
+                "set model.from to a vision-language model, remove the pictures, or set data.on_error=skip",
+            )
 
     def _as_turns(self, example: Example) -> Example:
         """The example with texts as turns, where the template formats them. Raises BadRow."""
@@ -362,13 +390,29 @@ class Renderer:
             if (size := len(answer.get("text", "").encode())) > LONGEST_PLACED:
                 answer["error"] = f"it writes {format_bytes(size)} of text"
 
+        # The mark of a picture becomes the tokens that stand for it.
+        references_of_jobs = [
+            (references, example.source)
+            for example in examples
+            for references in _references(example)
+        ]
+        for (references, where), answer in zip(references_of_jobs, answers, strict=True):
+            if references and "error" not in answer:
+                self._add_pictures(answer, references, where)
+
         # Renderings become ids; spans of characters become the loss mask.
         renderings = [answer for answer in answers if "error" not in answer]
         encodings = self._tokenizer.encode_places([rendering["text"] for rendering in renderings])
         for rendering, (ids, offsets) in zip(renderings, encodings, strict=True):
             spans = rendering.get("spans")  # none: every token is trained on
             loss_mask = [True] * len(ids) if spans is None else loss_tokens(offsets, spans)
-            rendering["encoded"] = EncodedText(ids, loss_mask)
+            if places := rendering.get("places"):
+                of_pictures = loss_tokens(offsets, places)  # never a target
+                loss_mask = [
+                    is_target and not is_picture
+                    for is_target, is_picture in zip(loss_mask, of_pictures, strict=True)
+                ]
+            rendering["encoded"] = EncodedText(ids, loss_mask, rendering.get("contents", ()))
 
         # An example with one response that is refused is refused.
         remaining_answers = iter(answers)
@@ -377,15 +421,63 @@ class Renderer:
             example_answers = [next(remaining_answers) for _ in jobs_of_example]
             refusal = next((answer for answer in example_answers if "error" in answer), None)
             if refusal is None and example.kind == "prompt":
-                results.append((_masked(example_answers[0]["encoded"].ids),))
+                encoded = example_answers[0]["encoded"]
+                results.append((_masked(encoded.ids, encoded.pictures),))
                 continue
             if refusal is None:
                 results.append(tuple(answer["encoded"] for answer in example_answers))
+                continue
+            if "bad_row" in refusal:  # of a picture
+                results.append(refusal["bad_row"])
                 continue
             problem = f"cannot be formatted with {self.template.origin}: {refusal['error']}"
             fix = _UNCLEAR if refusal.get("unclear") else _FIX
             results.append(BadRow(example.source, problem, fix))
         return results
+
+    def _add_pictures(self, answer: Json, references: list[str], where: str) -> None:
+        """In place: the text with what stands for each picture, its spans, and the bytes of the pictures."""
+        assert self._pictures is not None
+        texts = answer["text"].split(self._pictures.mark)
+        if len(texts) - 1 != len(references):
+            answer["error"] = (
+                f"it writes {self._pictures.mark} {len(texts) - 1} times for {len(references)} pictures: it has no"
+                " place for some, or a text holds that mark"
+            )
+            return
+        try:
+            encoded = self._pictures.encode(references, where)
+        except BadRow as bad_row:
+            answer["bad_row"] = bad_row
+            answer["error"] = bad_row.reason
+            return
+        # Where each text between two marks was, and where it is now.
+        moved = list[tuple[int, int]]()
+        places = list[Span]()
+        start = end = 0
+        for text, picture in zip_longest(texts, encoded):
+            moved.append((start, end))
+            start += len(text) + len(self._pictures.mark)
+            end += len(text)
+            if picture is not None:
+                places.append((end, end + len(picture.text)))
+                end += len(picture.text)
+        starts = [old for old, _ in moved]
+
+        def new_place(place: int) -> int:
+            old, new = moved[bisect_right(starts, place) - 1]
+            return new + place - old
+
+        answer["text"] = "".join(
+            text + ("" if picture is None else picture.text)
+            for text, picture in zip_longest(texts, encoded)
+        )
+        if answer.get("spans") is not None:
+            answer["spans"] = [
+                (new_place(first), new_place(last)) for first, last in answer["spans"]
+            ]
+        answer["places"] = places
+        answer["contents"] = tuple(picture.content for picture in encoded)
 
     def _jobs(self, example: Example) -> list[Json]:
         """Conversations for the child, one per response. A prompt without responses is rendered alone, with the header
@@ -398,7 +490,8 @@ class Renderer:
         assert isinstance(example.prompt, tuple)
         turns = [as_turn(message) for message in example.prompt]
         job: Json = {"messages": turns, "tools": list(example.tools), "train_on": None}
-        return [{**job, "prompt": True, "parts": True}]
+        takes_parts = any(_references(example))
+        return [{**job, "prompt": True, "parts": True, "takes_parts": takes_parts}]
 
     def _job(self, example: Example, response: object) -> Json:
         """A conversation for the child. `train_on`: the numbers of the turns to train on; None: all of the text."""
@@ -419,6 +512,7 @@ class Renderer:
             "messages": [as_turn(message) for message in messages],
             "tools": list(example.tools),
             "train_on": None if trains_on_all else trained_turns,
+            "takes_parts": any(_references(example)),
         }
 
     def _process(self, with_tools: bool) -> TemplateProcess:
@@ -433,18 +527,31 @@ class Renderer:
         )
         self._processes[text] = process
 
-        # A template that fails for the simplest conversation fails for all; it may still refuse it.
+        # A template that fails for the simplest conversation fails for all; it may still refuse it. One of a
+        # vision-language model may write contents only where they are lists of parts.
         turns = [as_turn(message) for message in _TRIAL]
         trial = {"messages": turns, "tools": [], "train_on": None}
-        error = process.read([trial])[0].get("error", "")
+        as_text, as_parts = process.read([trial, {**trial, "takes_parts": True}])
+        error = as_text.get("error", "")
+        process.takes_parts = _QUESTION not in as_text.get("text", _QUESTION) and (
+            _QUESTION in as_parts.get("text", "")
+        )
         if error and not error.startswith("it refuses"):
             raise process.error(error)
         return process
 
 
-def _masked(ids: list[int]) -> EncodedText:
+def _masked(ids: list[int], pictures: tuple[bytes, ...] = ()) -> EncodedText:
     """A prompt alone, of which no token is trained on."""
-    return EncodedText(ids, [False] * len(ids))
+    return EncodedText(ids, [False] * len(ids), pictures)
+
+
+def _references(example: Example) -> list[list[str]]:
+    """Of the pictures of each response with its prompt, or of a prompt alone."""
+    of_prompt = pictures_of(example.prompt)
+    if example.kind == "prompt":
+        return [of_prompt]
+    return [of_prompt + pictures_of(response) for response in example.responses]
 
 
 def as_turn(message: Message) -> Json:

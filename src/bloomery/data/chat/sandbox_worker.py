@@ -26,6 +26,7 @@ from bloomery.data.chat.masks import (
     unmarked,
 )
 from bloomery.data.chat.written import LeftOut
+from bloomery.data.examples import PICTURE
 
 MEMORY_BYTES = 2**30
 MAX_OUTPUT = 2**25  # characters of one rendering
@@ -91,6 +92,7 @@ class Template:
     enders: re.Pattern[str]
     seconds: float = 2.0  # CPU time of one conversation
     cuts: dict[tuple[str, ...], int] = field(default_factory=dict)  # of RenderedConversation
+    takes_parts: bool = False  # contents are lists of texts and pictures
 
     def __post_init__(self) -> None:
         self._environment = environment()
@@ -117,7 +119,7 @@ class Template:
         all_variables = {
             **(variables or {}),
             **self.names,
-            "messages": list(turns),
+            "messages": [_in_parts(turn) for turn in turns] if self.takes_parts else list(turns),
             "tools": tools,
             "documents": None,
             "add_generation_prompt": prompt,
@@ -143,6 +145,7 @@ class Template:
     def read(self, job: Json) -> Json:
         """The text of a conversation, and the spans to train on unless all of it is."""
         tools = job.get("tools") or None
+        self.takes_parts = job.get("takes_parts", False)
         turns = self._with_arguments(job["messages"], tools)
         answer = self._read(turns, tools, job)
         if job.get("parts"):
@@ -223,6 +226,17 @@ class Template:
         if not turns:
             return 0
         return len(generated_spans(unmarked(self.render(turns, tools, plane=plane), plane)))
+
+
+def _in_parts(turn: Turn) -> Turn:
+    """The turn with a list of its texts and pictures as content."""
+    parts = list[Json]()
+    for index, text in enumerate(turn["content"].split(PICTURE)):
+        if index:
+            parts.append({"type": "image"})
+        if text:
+            parts.append({"type": "text", "text": text})
+    return {**turn, "content": parts}
 
 
 def _with_calls(turns: Sequence[Turn], arguments: Callable[[Any], Any]) -> list[Turn]:

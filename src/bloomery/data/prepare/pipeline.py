@@ -24,6 +24,7 @@ from bloomery.core.units import MIB
 from bloomery.data.chat.render import as_turn
 from bloomery.data.chat.written import PartCounts, added
 from bloomery.data.examples import BadRow, texts_of
+from bloomery.data.pictures.encoder import vision_source
 from bloomery.data.prepare.kinds import (
     KtoPairCheck,
     checked_tokens,
@@ -272,12 +273,15 @@ class EncodeTask:
 
 
 class EncodedDocument(NamedTuple):
-    """`lengths`: the tokens of each of its responses; `loss_mask`: one entry per token, for plain text none."""
+    """`lengths`: the tokens of each of its responses; `loss_mask`: one entry per token, for plain text none;
+    `pictures`: of each response.
+    """
 
     document: Document
     ids: Array
     lengths: Array
     loss_mask: Array
+    pictures: list[tuple[bytes, ...]]
 
 
 def _row(document: Document) -> bytes:
@@ -387,6 +391,7 @@ class Preparation:
             verbatim,
             max_prompt_tokens(self._recipe),
             self._data.chat.template_kwargs,
+            vision_source(self._recipe),
         )
 
     def first_documents(self, count: int) -> Iterator[tuple[SplitName, Document]]:
@@ -615,6 +620,7 @@ class Preparation:
                         ids=encoded.ids[token_range],
                         lengths=encoded.lengths[first_response:end_response],
                         loss_mask=loss_mask,
+                        pictures=encoded.pictures[first_response:end_response],
                     )
                 )
             number += 1
@@ -628,7 +634,7 @@ class Preparation:
         loss_mask = np.ones(len(ids), np.uint8)
         if document.loss_mask is not None:
             loss_mask = np.array(document.loss_mask, np.uint8)
-        return EncodedDocument(document, ids, np.array([len(ids)], np.uint64), loss_mask)
+        return EncodedDocument(document, ids, np.array([len(ids)], np.uint64), loss_mask, [()])
 
     def _append(self, writer: SplitWriter, documents: list[EncodedDocument]) -> None:
         ids = np.concatenate([entry.ids for entry in documents])
@@ -639,14 +645,16 @@ class Preparation:
             return
         # A template writes more than the row says: the bytes are those that the tokens stand for.
         size = int(self._tokenizer.token_bytes()[ids].sum())
+        pictures = [of_one for entry in documents for of_one in entry.pictures]
         if self.kind == "prompts":
-            writer.add(ids, lengths, size, rows=[_row(entry.document) for entry in documents])
+            rows = [_row(entry.document) for entry in documents]
+            writer.add(ids, lengths, size, rows=rows, pictures=pictures)
             return
         loss_mask = np.concatenate([entry.loss_mask for entry in documents])
         examples = [entry.document.example for entry in documents]
         desirable = [example is not None and example.desirable is True for example in examples]
         kto_labels = np.repeat(np.array(desirable, np.uint8), DOCUMENTS_PER_UNIT[self.kind])
-        writer.add(ids, lengths, size, loss_mask, kto_labels)
+        writer.add(ids, lengths, size, loss_mask, kto_labels, pictures=pictures)
 
     def _commit(self) -> None:
         """Flush the shards, then write the journal: after a kill, `prepare` resumes from here."""
@@ -667,6 +675,10 @@ class Preparation:
         if not any(writer.progress.documents for writer in self._writers.values()):
             raise self._no_documents(self._summary)
         self._commit()
+        if any(writer.progress.pictures for writer in self._writers.values()):
+            source = vision_source(self._recipe)
+            assert source is not None, "it has made pictures of them"
+            source.save(self._folder)
         weights = [dataset.weight for dataset in self._datasets]
         splits = {
             name: writer.finish(weights, self.kinds.plain) for name, writer in self._writers.items()

@@ -14,6 +14,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.files import open_regular, try_lock
 from bloomery.core.units import MIB
 from bloomery.data.packing import count_sequences, pairs_need_packing
+from bloomery.data.pictures.encoder import vision_source
 from bloomery.data.prepare.kinds import max_prompt_tokens, refuse_no_room, train_on
 from bloomery.data.prepare.pipeline import Limits, Preparation, Report, stale, streams
 from bloomery.data.prepare.split import AUTO
@@ -52,6 +53,9 @@ def identity(loaded: LoadedRecipe) -> str:
     data = recipe.data.model_dump(mode="json", exclude=_NOT_TOKENS)
     if data["validation"] == AUTO:  # resolved from the files, which are compared and may be gone
         data["validation"] = "1%"
+    for section in (data, *data["sources"]):  # absent without a folder, as before there was the key
+        if section["pictures"] is None:
+            del section["pictures"]
     parts: dict[str, Any] = {"format": FORMAT, "data": data, "tokenizer": tokenizer_spec(recipe)}
     if recipe.data.builtin not in (None, arithmetic.NAME):
         parts["python"] = builtin.identity()
@@ -83,6 +87,8 @@ def identity(loaded: LoadedRecipe) -> str:
             "train_on": train_on(recipe),
             "verbatim": reads_text,
         }
+        if (source := vision_source(recipe)) is not None:
+            parts["examples"]["vision"] = source.digest
         if recipe.data.chat.template_kwargs:
             parts["examples"]["template_kwargs"] = recipe.data.chat.template_kwargs
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -1,10 +1,12 @@
 """Encode documents in worker processes. They also format examples with the chat template."""
 
+import io
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, final
 
@@ -15,6 +17,7 @@ from bloomery.core.errors import UserError
 from bloomery.data.chat.render import EncodedText, Renderer
 from bloomery.data.chat.written import PartCounts
 from bloomery.data.examples import BadRow, from_wire
+from bloomery.data.pictures.encoder import PictureEncoder, VisionSource
 from bloomery.data.sources.documents import Document
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
@@ -35,6 +38,9 @@ class EncodedBatch:
     lengths: np.ndarray[Any, np.dtype[np.uint64]]
     loss_mask: np.ndarray[Any, np.dtype[np.uint8]] | None = None
     bad_rows: dict[int, BadRow] = field(default_factory=dict)
+    pictures: list[tuple[bytes, ...]] = field(
+        default_factory=list
+    )  # of each document with a loss mask
     parts: PartCounts = field(default_factory=dict)  # that the chat template leaves out
 
 
@@ -52,6 +58,7 @@ class Rendering:
     verbatim: bool = False  # for pretraining: texts are not formatted
     max_prompt_tokens: int | None = None  # of prompts without responses
     variables: Mapping[str, bool | int | float | str] | None = None  # of the template
+    vision: VisionSource | None = None
 
     def renderer(self, tokenizer: Tokenizer) -> Renderer:
         return Renderer(
@@ -60,7 +67,14 @@ class Rendering:
             train_on=self.train_on,
             verbatim=self.verbatim,
             variables=self.variables,
+            pictures=None if self.vision is None else PictureEncoder(self.vision),
         )
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> "Rendering":
+        """From its JSON."""
+        vision = fields["vision"]
+        return cls(**{**fields, "vision": None if vision is None else VisionSource(**vision)})
 
 
 @final
@@ -84,6 +98,7 @@ class LocalEncoder:
         parts = list[bytes]()
         loss_mask = list[Array]()
         bad_rows = dict[int, BadRow]()
+        pictures = list[tuple[bytes, ...]]()
         examples = [document.example for document in documents if document.example is not None]
         rendered = iter(self._renderer.encode_batch(examples) if self._renderer is not None else [])
         for number, document in enumerate(documents):
@@ -92,6 +107,7 @@ class LocalEncoder:
                     self._bos + self._tokenizer.encode_array(document.text).tobytes() + self._eos
                 )
                 loss_mask.append(np.ones(len(parts[-1]) // self._dtype.itemsize, np.uint8))
+                pictures.append(())
                 continue
             assert self._rendering is not None
             encoded = next(rendered)
@@ -103,12 +119,13 @@ class LocalEncoder:
             assert len(encoded) == self._rendering.responses
             parts += [np.array(sequence.ids, self._dtype).tobytes() for sequence in encoded]
             loss_mask += [np.array(sequence.loss_mask, np.uint8) for sequence in encoded]
+            pictures += [sequence.pictures for sequence in encoded]
         ids = np.frombuffer(b"".join(parts), self._dtype)
         lengths = np.array([len(part) // self._dtype.itemsize for part in parts], np.uint64)
         if self._renderer is None:
             return EncodedBatch(ids, lengths)
         flags = np.concatenate([np.zeros(0, np.uint8), *loss_mask])
-        return EncodedBatch(ids, lengths, flags, bad_rows, self._renderer.take_parts())
+        return EncodedBatch(ids, lengths, flags, bad_rows, pictures, self._renderer.take_parts())
 
     def _without_misfits(
         self, document: Document, encoded: tuple[EncodedText, ...]
@@ -164,11 +181,19 @@ class _ChildEncoder:
         if not self._structured:
             return EncodedBatch(ids, lengths)
         bad_rows = {int(number): BadRow(*parts) for number, parts in response["bad_rows"].items()}
-        loss_mask = np.frombuffer(content[end:], np.uint8)
-        return EncodedBatch(ids, lengths, loss_mask, bad_rows, response["parts"])
+        end_of_mask = end + len(ids)
+        loss_mask = np.frombuffer(content[end:end_of_mask], np.uint8)
+        pictures = _unjoined(content[end_of_mask:], response["picture_sizes"])
+        return EncodedBatch(ids, lengths, loss_mask, bad_rows, pictures, response["parts"])
 
     def close(self) -> None:
         self._child.close()
+
+
+def _unjoined(content: bytes, sizes: list[list[int]]) -> list[tuple[bytes, ...]]:
+    """The pictures of each document, which follow each other in `content`."""
+    stream = io.BytesIO(content)
+    return [tuple(stream.read(size) for size in of_document) for of_document in sizes]
 
 
 @contextmanager
@@ -234,7 +259,7 @@ def fewer_workers(num_proc: int | str) -> str | None:
 def main() -> None:
     """The worker process: reads documents, writes ids."""
     job = accept()
-    rendering = None if job["rendering"] is None else Rendering(**job["rendering"])
+    rendering = None if job["rendering"] is None else Rendering.of(job["rendering"])
     encoder = LocalEncoder(load_tokenizer(Path(job["folder"])), rendering)
     for request in requests(job):
         content = request.get("content", b"")
@@ -258,8 +283,13 @@ def main() -> None:
         }
         reply(
             job,
-            {"lengths": batch.lengths.tolist(), "bad_rows": bad_rows, "parts": batch.parts},
-            batch.ids.tobytes() + loss_mask,
+            {
+                "lengths": batch.lengths.tolist(),
+                "bad_rows": bad_rows,
+                "parts": batch.parts,
+                "picture_sizes": [[len(each) for each in of_one] for of_one in batch.pictures],
+            },
+            b"".join((batch.ids.tobytes(), loss_mask, *chain(*batch.pictures))),
         )
 
 

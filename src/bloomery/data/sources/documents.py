@@ -24,6 +24,7 @@ from bloomery.data.sources.formats import (
     refuse_text,
     refuse_unknown_roles,
 )
+from bloomery.data.sources.picture_columns import holds_pictures, with_located
 from bloomery.data.sources.plugin_formats import format_plugin, is_row_format, read_rows
 from bloomery.data.sources.questions import (
     holds_turns,
@@ -40,7 +41,7 @@ from bloomery.data.sources.readers import (
     read_values,
 )
 from bloomery.data.sources.turns import refuse_media
-from bloomery.facts.columns import COLUMN_NAMES, ColumnUse, is_empty
+from bloomery.facts.columns import COLUMN_NAMES, PICTURES, ColumnUse, is_empty
 from bloomery.recipe.schema import Data, Source
 
 TEXT_COLUMNS = ("text", "content", "code", "body", "document", "completion")
@@ -108,6 +109,9 @@ class Dataset:
     format: str = "auto"  # the recipe's data.format
     required_format: RequiredFormat = "text"
     builtin: str | None = None
+    pictures: Path | None = (
+        None  # the folder of those that rows name; None: that of the file or of the dataset
+    )
 
     @property
     def bytes(self) -> int:
@@ -149,7 +153,13 @@ def open_datasets(data: Data, required_format: RequiredFormat = "text") -> list[
 
 def sources_of(data: Data) -> list[Source]:
     """The recipe's sources; data.path is one source."""
-    source = Source(path=data.path or "", glob=data.glob, format=data.format, columns=data.columns)
+    source = Source(
+        path=data.path or "",
+        glob=data.glob,
+        format=data.format,
+        columns=data.columns,
+        pictures=data.pictures,
+    )
     return [] if data.builtin else data.sources or [source]
 
 
@@ -171,7 +181,13 @@ def open_dataset(
     )
     path = source.path if split is None else f"{source.path}, split {split}"
     return Dataset(
-        path, tuple(files), source.columns, source.weight, source.format, required_format
+        path,
+        tuple(files),
+        source.columns,
+        source.weight,
+        source.format,
+        required_format,
+        pictures=None if source.pictures is None else Path(source.pictures),
     )
 
 
@@ -234,7 +250,7 @@ def _read_file(file: SourceFile, dataset: Dataset, stats: ReadStats) -> Iterator
                 if first_columns
                 else None
             )
-            reader, columns = _reader(first_row, types, dataset, stats, columns, file.shown)
+            reader, columns = _reader(first_row, types, dataset, stats, columns, file)
             stats.use.unread_columns |= {
                 name: None
                 for name, kind in types.items()
@@ -246,7 +262,7 @@ def _read_file(file: SourceFile, dataset: Dataset, stats: ReadStats) -> Iterator
                 continue
             row = isinstance(value.content, dict) or is_row_format(dataset.format)
             if row and reader is None:
-                reader, _ = _reader(value, _types(value.content), dataset, stats, None, value.where)
+                reader, _ = _reader(value, _types(value.content), dataset, stats, None, file)
             try:
                 yield from (
                     reader(value) if row and reader is not None else [_document(value, "text", "")]
@@ -288,9 +304,10 @@ def _reader(
     dataset: Dataset,
     stats: ReadStats,
     columns: list[str] | None,
-    where: str,
+    file: SourceFile,
 ) -> tuple[_Read, list[str] | None]:
     """The reader of rows such as `first_row`, and the columns that it needs; `columns`: those of examples."""
+    where = first_row.where if isinstance(first_row, Value) else file.shown
     choice = _format_of(first_row, dataset, types)
     if choice is not None:
         format, columns_by_role = choice
@@ -309,6 +326,8 @@ def _reader(
                 use=stats.use,
                 guesses=dataset.format in FORMATS and not dataset.columns,
             )
+            if holds_pictures(example):
+                example = with_located(example, _picture_folders(dataset, file))
             return [
                 Document(part.source, part)
                 for part in documents_of(example, dataset.required_format)
@@ -338,6 +357,14 @@ def _reader(
     return read_plain, [column, *masks]
 
 
+def _picture_folders(dataset: Dataset, file: SourceFile) -> tuple[Path, ...]:
+    """Where the paths of a file's pictures begin: in its own folder, then in that of the dataset."""
+    if dataset.pictures is not None:
+        return (dataset.pictures,)
+    root = Path(dataset.path)
+    return (file.path.parent, root) if root.is_dir() else (file.path.parent,)
+
+
 def _refuse_media(types: Mapping[str, str], row: object, where: str) -> None:
     """Raises BadRow for pictures next to a text. A text under such a name may be a link, which is no picture here."""
     cells = row if isinstance(row, dict) else {}
@@ -347,6 +374,13 @@ def _refuse_media(types: Mapping[str, str], row: object, where: str) -> None:
         if kind.startswith(("list<", "struct<")) or isinstance(cells.get(name), list | dict)
     }
     refuse_media({name: cells.get(name, True) for name in nested}, where)
+    pictures = next((name for name in nested if name.lower() in PICTURES), None)
+    if pictures is not None:
+        problem = (
+            f"has {pictures!r} beside a text, and pictures are trained on in conversations alone"
+        )
+        fix = f"write its rows as messages, or remove {pictures!r} to train on the text alone"
+        raise BadRow(where, problem, fix)
 
 
 def _may_be_plain(kind: str) -> bool:

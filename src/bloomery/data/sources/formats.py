@@ -17,10 +17,12 @@ from bloomery.data.examples import (
     num_equal,
     text_of,
 )
+from bloomery.data.sources.picture_columns import picture_column, with_pictures
 from bloomery.data.sources.rows import MEDIA_ROLES, Columns, Row, cells_of, list_column
-from bloomery.data.sources.turns import parsed, plain_json, refuse_size
+from bloomery.data.sources.turns import parsed, plain_json, refuse_markers, refuse_size
 from bloomery.facts.columns import (
     COLUMN_NAMES,
+    MARKERS,
     ColumnUse,
     is_boolean,
     named_column,
@@ -125,7 +127,7 @@ def _prompts(row: Row) -> Example:
     columns = {
         name: plain_json(value, f"{row.where}, {name}")
         for name, value in row.unparsed.items()
-        if name != row.column("prompt")
+        if name not in (row.column("prompt"), picture_column(row))
     }
     return Example(row.where, "prompt", prompt, (), tools=row.tools(), columns=columns)
 
@@ -371,9 +373,21 @@ def read_example(
         guesses,
     )
     parts.refuse_media()
-    example = FORMATS[format].reader(parts)
+    example = with_pictures(FORMATS[format].reader(parts), parts)
+    for side in (example.prompt, *example.responses):
+        _refuse_marks(side, where)
     parts.note_use(keeps_columns=format == PROMPTS)  # rewards are given every column
     return example
+
+
+def _refuse_marks(side: Turns, where: str) -> None:
+    """Raises BadRow for marks of pictures that the row does not have, and of sound and video, where a user asks."""
+    if isinstance(side, str):
+        refuse_markers(side, f"{where}, prompt")
+        return
+    for index, message in enumerate(side):
+        if message.role == "user" or message.content.lstrip().startswith(MARKERS):
+            refuse_markers(message.content, f"{where}, turn {index + 1}")
 
 
 # "text": plain text alone. "any": text, else examples. "sft": conversations and completions, or

@@ -10,7 +10,6 @@ from bloomery.data.sources.turns import (
     parsed,
     plain_json,
     read_turns,
-    refuse_markers,
     refuse_media,
     refuse_size,
     without_nulls,
@@ -18,7 +17,6 @@ from bloomery.data.sources.turns import (
 from bloomery.facts.columns import (
     COLUMN_NAMES,
     LISTS,
-    MARKERS,
     ROLE_KEYS,
     SAME_ROLE,
     TEXT_KEYS,
@@ -30,6 +28,7 @@ from bloomery.facts.columns import (
 
 Columns = Mapping[str, str]  # roles to columns of other names
 MEDIA_ROLES = ("images", "videos", "audios")
+UNREAD_ROLES = ("videos", "audios")
 
 
 def cells_of(row: dict[str, Any]) -> dict[str, Any]:
@@ -199,8 +198,6 @@ class Row:
             return self.turns(value, location), location
         text = text_of(value, location)
         refuse_size(len(text), location)
-        if role == "prompt" and any(marker in text for marker in MARKERS):
-            refuse_markers(text, location)
         return text, location
 
     def tools(self) -> tuple[dict[str, Any], ...]:
@@ -278,9 +275,9 @@ class Row:
         return self.with_system((*own_system, *history, *turns[len(own_system) :])), location
 
     def refuse_media(self) -> None:
-        """Raises BadRow for pictures, sound or video in a column."""
+        """Raises BadRow for sound or video in a column."""
         refuse_media(self.cells, self.where)
-        for role in MEDIA_ROLES:
+        for role in UNREAD_ROLES:
             column = self.named.get(role)
             if column is not None and not is_empty(self.cells.get(column)):
                 refuse_media({role: self.cells[column]}, f"{self.where}, {column}")

@@ -7,17 +7,23 @@ from typing import Any
 
 from bloomery.core.text import did_you_mean
 from bloomery.core.units import MIB, format_bytes
-from bloomery.data.examples import BadRow, Message, Role, kind_of, text_of
+from bloomery.data.examples import PICTURE, BadRow, Message, Role, kind_of, text_of
+from bloomery.data.pictures.references import (
+    PICTURE_PARTS,
+    reference_in_part,
+    references_of,
+)
 from bloomery.facts.columns import (
     DETAIL_KEYS,
     MARKERS,
     MASKED_KEYS,
-    MEDIA,
+    PICTURES,
     ROLE_KEYS,
     SIDES_OF_TURNS,
     TEXT_KEYS,
     THINKING_KEYS,
     TRAINED_KEYS,
+    UNREAD_MEDIA,
     ColumnUse,
     is_empty,
 )
@@ -48,7 +54,7 @@ ROLES: dict[str, Role] = {
 _PLAIN_TURNS = (({"role", "content"}, "content"), ({"from", "value"}, "value"))
 _TEXT_PARTS = ("text", "input_text", "output_text")  # the last two are of OpenAI's Responses API
 _CALLING = ("function_call", "tool_call")  # ShareGPT: the whole turn is a call
-_PICTURES = "pictures, sound and video are not supported"
+_SOUND = "sound and video are not supported"
 _LEAVE_OUT = "leave such rows out with data.on_error=skip"
 
 
@@ -98,23 +104,25 @@ def refuse_size(size: int, where: str) -> None:
 
 
 def refuse_media(cells: Mapping[str, Any], where: str) -> None:
-    """Raises BadRow for pictures, sound or video in a column, or in a key of a turn."""
+    """Raises BadRow for sound or video in a column, or in a key of a turn."""
     media = next(
         (
             name
             for name, value in cells.items()
-            if isinstance(name, str) and name.lower() in MEDIA and not is_empty(value)
+            if isinstance(name, str) and name.lower() in UNREAD_MEDIA and not is_empty(value)
         ),
         None,
     )
     if media is not None:
         fix = f"{_LEAVE_OUT}, or remove {media!r} to train on the text alone"
-        raise BadRow(where, f"has {media!r}, and {_PICTURES}", fix)
+        raise BadRow(where, f"has {media!r}, and {_SOUND}", fix)
 
 
 def refuse_markers(text: str, where: str) -> None:
     """Raises BadRow for a text that begins with the mark of a picture, sound or video, or has one on a line of its own.
     A tag of HTML that is closed is no such mark, nor is a word to fill in, as in `docker run <image>`.
+
+    Of a picture only where the row has none: marks of those that it has are replaced before.
     """
     if not any(marker in text for marker in MARKERS):
         return
@@ -122,7 +130,8 @@ def refuse_markers(text: str, where: str) -> None:
         is_mark = re.search(rf"\A\s*{marker}|^\s*({marker}\s*)+$", text, re.MULTILINE)
         if is_mark is not None and marker.replace("<", "</") not in text:
             fix = f"{_LEAVE_OUT}, or remove {marker} to train on the text alone"
-            raise BadRow(where, f"holds {marker}, and {_PICTURES}", fix)
+            missing = "the row has no pictures" if marker == MARKERS[0] else _SOUND
+            raise BadRow(where, f"holds {marker}, and {missing}", fix)
 
 
 def read_turns(
@@ -181,12 +190,10 @@ def _message(
     # Most turns have a role and a text alone: nothing else can mask them or is left unread.
     for keys, text_key in _PLAIN_TURNS:
         if turn.keys() == keys and text_key in text_keys and role_name not in _CALLING:
-            content = _content(turn[text_key], f"{where}.{text_key}", use)
-            if role == "user" or content.lstrip().startswith(MARKERS):
-                refuse_markers(content, f"{where}.{text_key}")
-            return Message(role, content)
+            content, shown = _content(turn[text_key], f"{where}.{text_key}", use)
+            return Message(role, content, pictures=shown)
     refuse_media(turn, where)
-    read_keys = {*TRAINED_KEYS, *MASKED_KEYS}
+    read_keys = {*TRAINED_KEYS, *MASKED_KEYS, *PICTURES}
     # Other roles keep no calls: what a user writes there is not a call of the model.
     calls: tuple[dict[str, Any], ...] = ()
     if role == "assistant":
@@ -198,6 +205,7 @@ def _message(
     # A turn that only calls may have no content, or null. Arrow gives turns the keys of both forms: the filled one
     # counts.
     content = ""
+    pictures: tuple[str, ...] = ()
     filled_keys = [key for key in text_keys if not is_empty(turn.get(key))]
     present_keys = [key for key in text_keys if turn.get(key) is not None]
     text_key = next(
@@ -212,7 +220,7 @@ def _message(
                 "correct it, name its key: data.columns={content: NAME}, or set data.on_error=skip"
             )
             raise BadRow(location, "is missing", fix)
-        content = _content(turn[text_key], location, use)
+        content, pictures = _content(turn[text_key], location, use)
     # In ShareGPT the role says that the content itself is the call.
     if role_name in _CALLING and not calls:
         call = parsed(content)
@@ -222,8 +230,15 @@ def _message(
             )
         calls = _calls(call if isinstance(call, list) else [call], location, use)
         content = ""
-    elif role == "user" or content.lstrip().startswith(MARKERS):
-        refuse_markers(content, location)
+    # Ollama and ms-swift have pictures in a key of the turn: they come before its text, unless that marks their places.
+    own_key = next((key for key in PICTURES if not is_empty(turn.get(key))), None)
+    if own_key is not None:
+        own = references_of(turn[own_key], f"{where}.{own_key}")
+        if content.count(MARKERS[0]) == len(own):
+            content = content.replace(MARKERS[0], PICTURE)
+        else:
+            content = PICTURE * len(own) + content
+        pictures = (*own, *pictures)
     thinking_key = next((key for key in THINKING_KEYS if turn.get(key)), None)
     thinking = None if thinking_key is None else turn[thinking_key]
     _note_unread(turn, read_keys, role_keys, text_key, thinking_key, use)
@@ -235,6 +250,7 @@ def _message(
         thinking=_optional_text(thinking, f"{where}.thinking"),
         call_id=_optional_text(turn.get("tool_call_id"), f"{where}.tool_call_id"),
         trained_on=_is_trained_on(turn, role, where),
+        pictures=pictures,
     )
 
 
@@ -310,20 +326,23 @@ def _is_trained_on(turn: dict[str, Any], role: Role, where: str) -> bool:
     return is_trained_on
 
 
-def _content(value: object, where: str, use: ColumnUse) -> str:
-    """A text, or the texts of a list of parts."""
+def _content(value: object, where: str, use: ColumnUse) -> tuple[str, tuple[str, ...]]:
+    """A text, or the texts of a list of parts, with PICTURE for each picture and where these are."""
     if not isinstance(value, list):
-        return text_of(value, where)
+        return text_of(value, where), ()
     texts = list[str]()
+    pictures = list[str]()
     for index, part in enumerate(value):
         location = f"{where}[{index}]"
         if not isinstance(part, str | dict):
             raise BadRow(location, f"is {kind_of(part)}, not a part with a type and a text")
+        if isinstance(part, dict) and part.get("type") in PICTURE_PARTS:
+            pictures.append(reference_in_part(part, location) or "")
+            texts.append(PICTURE)
+            continue
         if isinstance(part, dict):
             if part.get("type", "text") not in _TEXT_PARTS or not isinstance(part.get("text"), str):
-                problem = (
-                    f"is a part of type {str(part.get('type'))[:40]!r}, and only text is supported"
-                )
+                problem = f"is a part of type {str(part.get('type'))[:40]!r}, and only texts and pictures are supported"
                 raise BadRow(
                     location, problem, "leave such conversations out, or set data.on_error=skip"
                 )
@@ -332,7 +351,7 @@ def _content(value: object, where: str, use: ColumnUse) -> str:
                     use.unread_turn_keys[f"content.{key}"] = None
             part = part["text"]
         texts.append(text_of(part, location))
-    return "".join(texts)
+    return "".join(texts), tuple(pictures)
 
 
 def _calls(value: object, where: str, use: ColumnUse) -> tuple[dict[str, Any], ...]:

@@ -104,6 +104,8 @@ class DocumentLayout:
     mask_B1TS: Tensor | None = None  # sdpa, mask and math: True where the query may see the key
     reach: Tensor | None = None  # blockwise: `reach_of`
     offsets: Tensor | None = None  # varlen: `document_offsets`
+    # sdpa, mask and math: of pictures whose tokens see each other both ways, the number of each token's, else -1.
+    pictures_BT: Tensor | None = None
     # Of a cache, int32: the first keys that each text's new token sees.
     num_keys_B: Tensor | None = None
 
@@ -203,10 +205,15 @@ def attend(
 
 def _seen(q_BHTE: Tensor, k_BKSE: Tensor, layout: DocumentLayout, window: int | None) -> Tensor:
     """The mask of a layer, broadcastable to [B, H, T, S]."""
-    if layout.mask_B1TS is not None and window is None:
+    pictures_BT = layout.pictures_BT
+    if layout.mask_B1TS is not None and window is None and pictures_BT is None:
         return layout.mask_B1TS
     causal_TS = causal_mask(q_BHTE.shape[2], k_BKSE.shape[2], window=window, device=q_BHTE.device)
-    return causal_TS if layout.mask_B1TS is None else causal_TS & layout.mask_B1TS
+    seen = causal_TS if layout.mask_B1TS is None else causal_TS & layout.mask_B1TS
+    if pictures_BT is None:
+        return seen
+    same_BTT = (pictures_BT[:, None] == pictures_BT[..., None]) & (pictures_BT >= 0)[:, None]
+    return seen | same_BTT[:, None]
 
 
 def _sdpa(
@@ -217,7 +224,7 @@ def _sdpa(
     assert options.sinks_H is None, "scaled_dot_product_attention has no sinks"
     queries = q_BHTE.shape[2]
     keys = k_BKSE.shape[2]
-    has_no_mask = layout.mask_B1TS is None and options.window is None
+    has_no_mask = layout.mask_B1TS is None and options.window is None and layout.pictures_BT is None
     mask = None
     if not (has_no_mask and queries in (1, keys)):
         mask = _seen(q_BHTE, k_BKSE, layout, options.window)

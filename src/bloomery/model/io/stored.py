@@ -427,6 +427,7 @@ LANGUAGE = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
+    "model.text_model.": "model.",
 }
 MTP = "mtp."  # further layers that guess tokens; transformers does not read them either
 VISION = (
@@ -441,19 +442,29 @@ VISION = (
     "multi_modal_projector.",
     "model.vision_tower.",
     "model.multi_modal_projector.",
+    "model.vision_model.",
+    "model.connector.",
 )
 
 
 def _text_tensors(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """A multimodal model keeps its language model alone, under that model's own names."""
     if not any(name.startswith(tuple(LANGUAGE)) for name in tensors):
-        return {name: tensor for name, tensor in tensors.items() if not name.startswith(MTP)}
+        return {name: tensor for name, tensor in tensors.items() if not name.startswith(VISION)}
     text_tensors = {}
     for name, tensor in tensors.items():
         prefix = next((prefix for prefix in LANGUAGE if name.startswith(prefix)), "")
         if not name.startswith(VISION):
             text_tensors[LANGUAGE.get(prefix, "") + name.removeprefix(prefix)] = tensor
     return text_tensors
+
+
+def vision_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """What a multimodal model has beside its language model, by the names of its files. Raises UserError as
+    `find_tensors` does.
+    """
+    tensors = _all_tensors(folder)
+    return {name: tensor for name, tensor in tensors.items() if name.startswith(VISION)}
 
 
 def _unread_parts(

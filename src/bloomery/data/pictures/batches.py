@@ -1,0 +1,108 @@
+"""The pictures of a micro-batch: what the tower is given, where its output belongs, and positions in three axes.
+
+N tokens of pictures, B sequences, T tokens of each.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bloomery.data.pictures.encoder import saved_vision
+from bloomery.data.pictures.processor import PictureProcessor
+
+Ids = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """`inputs`: of the tower, by transformers' names. `places`: int64 [N], in the flattened tokens of the batch, in
+    their order, those that the tower's output replaces.
+    """
+
+    inputs: Mapping[str, Tensor]
+    places: Tensor
+
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Pictures":
+        inputs = {name: change(tensor) for name, tensor in self.inputs.items()}
+        return replace(self, inputs=inputs, places=change(self.places))
+
+
+@final
+class PictureLoader:
+    """Makes the pictures of batches from the files in a prepared dataset."""
+
+    def __init__(self, prepared: Path) -> None:
+        """Raises UserError as PictureProcessor does."""
+        source = saved_vision(prepared)
+        assert source is not None, "a dataset with pictures says for which model"
+        self._vision = source.vision
+        self._merged = json.loads(source.raw_config)["vision_config"].get("spatial_merge_size", 2)
+        self._processor = PictureProcessor(prepared, source.vision)
+
+    def pictures_of(self, contents: Sequence[bytes], tokens_BT: Tensor) -> Pictures | None:
+        """`contents`: of all sequences, in the order of their tokens; None without any."""
+        if not contents:
+            return None
+        is_picture = tokens_BT.flatten() == self._vision.image_token_id
+        return Pictures(self._processor.process(contents).inputs, is_picture.nonzero().squeeze(1))
+
+    def axes_of(
+        self, pictures: Pictures | None, tokens_BT: Tensor, documents_BT: Tensor
+    ) -> Tensor | None:
+        """int64 [3, B, T], the positions of time, row and column; None of a model whose positions are the text's."""
+        if self._vision.axes is None:
+            return None
+        grids = iter(()) if pictures is None else self._grids(pictures)
+        rows = [
+            axis_positions(
+                tokens.numpy(), documents.numpy(), grids, picture=self._vision.image_token_id
+            )
+            for tokens, documents in zip(tokens_BT, documents_BT, strict=True)
+        ]
+        return torch.from_numpy(np.stack(rows, axis=1))
+
+    def _grids(self, pictures: Pictures) -> Iterator[tuple[int, int]]:
+        for _, rows, columns in pictures.inputs["image_grid_thw"].tolist():
+            yield rows // self._merged, columns // self._merged
+
+
+def axis_positions(
+    tokens: Ids, documents: Ids, grids: Iterable[tuple[int, int]], *, picture: int
+) -> Ids:
+    """The positions [3, T] of time, row and column of a sequence's tokens, as in Qwen2-VL (arXiv:2409.12191, 2.1).
+
+    Of text the three are equal and count up; a picture at position p has p in time, p and its row, p and its column,
+    and what follows continues after the largest of them. They begin again with each document. `grids`: rows and columns
+    of the pictures' tokens.
+    """
+    axes = np.zeros((3, len(tokens)), np.int64)
+    remaining = iter(grids)
+    is_picture = tokens == picture
+    index = 0
+    position = 0
+    while index < len(tokens):
+        if index == 0 or documents[index] != documents[index - 1]:
+            position = 0
+        if is_picture[index] and documents[index] >= 0:
+            rows, columns = next(remaining)
+            end = index + rows * columns
+            axes[0, index:end] = position
+            axes[1, index:end] = position + np.repeat(np.arange(rows), columns)
+            axes[2, index:end] = position + np.tile(np.arange(columns), rows)
+            position += max(rows, columns)
+        else:
+            ends = np.flatnonzero(
+                (documents[index + 1 :] != documents[index]) | is_picture[index + 1 :]
+            )
+            end = index + 1 + int(ends[0]) if len(ends) else len(tokens)
+            axes[:, index:end] = np.arange(position, position + end - index)
+            position += end - index
+        index = end
+    axes[:, documents < 0] = 0  # padding, as its positions
+    return axes

@@ -1,0 +1,118 @@
+"""Pictures of an example as a model takes them: their bytes, and the text that stands for each."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, final
+
+from bloomery.core.errors import UserError
+from bloomery.data.examples import BadRow
+from bloomery.data.pictures.processor import PROCESSOR_FILES, TEXTS, PictureProcessor
+from bloomery.data.pictures.reader import PictureReader
+from bloomery.facts.pictures import Vision, vision_of
+from bloomery.hub import cached_model
+from bloomery.recipe.schema import Recipe
+
+CONFIG = (
+    "pictures.json"  # in a prepared dataset: the config.json of the model that its pictures are for
+)
+
+
+class EncodedPicture(NamedTuple):
+    content: bytes
+    text: str
+
+
+@dataclass(frozen=True)
+class VisionSource:
+    """A folder with an image processor, and the config.json of its model."""
+
+    folder: str
+    raw_config: str
+
+    @property
+    def vision(self) -> Vision:
+        vision = vision_of(json.loads(self.raw_config), where=self.folder)
+        assert vision is not None
+        return vision
+
+    @property
+    def digest(self) -> str:
+        """Of all that decides what a picture becomes."""
+        parts = [self.raw_config.encode()]
+        parts += [path.read_bytes() for path in _processor_files(Path(self.folder))]
+        return hashlib.sha256(b"\0".join(parts)).hexdigest()
+
+    def save(self, folder: Path) -> None:
+        """Into a prepared dataset, from which training makes the same of its pictures."""
+        for path in _processor_files(Path(self.folder)):
+            shutil.copyfile(path, folder / path.name)
+        (folder / CONFIG).write_text(self.raw_config + "\n", encoding="utf-8")
+
+
+def _processor_files(folder: Path) -> list[Path]:
+    return [folder / name for name in PROCESSOR_FILES if (folder / name).is_file()]
+
+
+def vision_source(recipe: Recipe) -> VisionSource | None:
+    """Where the recipe's model has what reads pictures; None of one that reads text, or that is not on this disk."""
+    if recipe.model.from_ is None:
+        return None
+    folder = cached_model(recipe.model.from_)
+    if folder is None or not (folder / "config.json").is_file():
+        return None
+    try:
+        hf = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except ValueError:  # whoever reads the model says so
+        return None
+    if not isinstance(hf, dict) or vision_of(hf, where=str(folder)) is None:
+        return None
+    return VisionSource(str(folder), json.dumps(hf, sort_keys=True))
+
+
+def saved_vision(prepared: Path) -> VisionSource | None:
+    """That of a prepared dataset with pictures."""
+    path = prepared / CONFIG
+    if not path.is_file():
+        return None
+    return VisionSource(str(prepared), json.dumps(json.loads(path.read_text()), sort_keys=True))
+
+
+@final
+class PictureEncoder:
+    """Starts its child with the first picture; `close` ends it."""
+
+    def __init__(self, source: VisionSource) -> None:
+        self._source = source
+        self._reader = PictureReader()
+        self._processor: PictureProcessor | None = None  # its import takes seconds
+
+    @property
+    def mark(self) -> str:
+        """What the chat template writes for a picture."""
+        return TEXTS[self._source.vision.kind].mark
+
+    def encode(self, references: Sequence[str], where: str) -> list[EncodedPicture]:
+        """Of located references, at least one. Raises BadRow."""
+        if self._processor is None:
+            self._processor = PictureProcessor(Path(self._source.folder), self._source.vision)
+        pictures = [self._reader.read(reference, where) for reference in references]
+        try:
+            texts = self._processor.process([picture.content for picture in pictures]).texts
+        except UserError:
+            raise
+        except (ValueError, OSError) as error:
+            reason = " ".join(str(error).split())[:160]
+            raise BadRow(
+                where, f"holds a picture that the model's processor refuses: {reason}"
+            ) from error
+        return [
+            EncodedPicture(picture.content, text)
+            for picture, text in zip(pictures, texts, strict=True)
+        ]
+
+    def close(self) -> None:
+        self._reader.close()

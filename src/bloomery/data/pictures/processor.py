@@ -1,0 +1,177 @@
+"""What a model's tower is given of pictures, and the text that stands for one.
+
+The image processor is transformers', with pillow and without code of the model's author. The texts are those of
+transformers' `processing_*.py` of each kind; its processors themselves need packages for video.
+"""
+
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple, final
+
+from PIL import Image
+from torch import Tensor
+
+from bloomery.core.errors import UserError
+from bloomery.core.extras import install_extra
+from bloomery.facts.pictures import Vision
+
+# What an image processor is read from.
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+Json = Mapping[str, Any]
+
+
+class Processed(NamedTuple):
+    """`inputs`: tensors by the names that transformers' model takes. `texts`: what stands for each picture."""
+
+    inputs: dict[str, Tensor]
+    texts: list[str]
+
+
+class PictureText(NamedTuple):
+    """`mark`: what a chat template writes for a picture. `text_of`: what takes its place, of the config.json, of what
+    the image processor made of all pictures, and of the number of one.
+    """
+
+    mark: str
+    text_of: Callable[[Json, Json, int], str]
+    settings: Json = MappingProxyType({})  # of the image processor
+
+
+def _qwen(config: Json, made: Json, index: int) -> str:
+    merged = int(config["vision_config"].get("spatial_merge_size", 2)) ** 2
+    return "<|image_pad|>" * (int(made["image_grid_thw"][index].prod()) // merged)
+
+
+def _gemma3(config: Json, made: Json, index: int) -> str:
+    tokens = "<image_soft_token>" * int(config.get("mm_tokens_per_image", 256))
+    picture = f"\n\n<start_of_image>{tokens}<end_of_image>\n\n"
+    num_crops = int(made["num_crops"][index])
+    if not num_crops:
+        return picture
+    return (
+        f"Here is the original image {picture} and here are some crops to help you see better "
+        + " ".join([picture] * num_crops)
+    )
+
+
+def _gemma4(_config: Json, made: Json, index: int) -> str:
+    count = int(made["num_soft_tokens_per_image"][index])
+    return f"<|image>{'<|image|>' * count}<image|>"
+
+
+def _smolvlm(config: Json, made: Json, index: int) -> str:
+    vision = config["vision_config"]
+    side = int(vision.get("image_size", 512)) // int(vision.get("patch_size", 16))
+    tokens = "<image>" * (side // int(config.get("scale_factor", 4))) ** 2
+    rows, columns = (_flat(made[name])[index] for name in ("rows", "cols"))
+    whole = f"<fake_token_around_image><global-img>{tokens}<fake_token_around_image>"
+    if rows == columns == 0:
+        return whole
+    crops = "".join(
+        "".join(
+            f"<fake_token_around_image><row_{row + 1}_col_{column + 1}>{tokens}"
+            for column in range(columns)
+        )
+        + "\n"
+        for row in range(rows)
+    )
+    return f"{crops}\n{whole}"
+
+
+def _mistral3(config: Json, made: Json, index: int) -> str:
+    patch = int(config["vision_config"].get("patch_size", 14))
+    side = patch * int(config.get("spatial_merge_size", 2))
+    height, width = (int(size) // side for size in made["image_sizes"][index])
+    row = "[IMG]" * width
+    return "[IMG_BREAK]".join([row] * height) + "[IMG_END]"
+
+
+def _internvl(config: Json, made: Json, index: int) -> str:
+    count = int(config.get("image_seq_length", 256)) * int(made["num_patches"][index])
+    return f"<img>{'<IMG_CONTEXT>' * count}</img>"
+
+
+def _flat(nested: Sequence[Any]) -> list[int]:
+    return [int(number) for numbers in nested for number in numbers]
+
+
+TEXTS: Mapping[str, PictureText] = MappingProxyType(
+    {
+        "gemma3": PictureText("<start_of_image>", _gemma3),
+        "gemma4": PictureText("<|image|>", _gemma4),
+        "internvl": PictureText("<IMG_CONTEXT>", _internvl),
+        "mistral3": PictureText("[IMG]", _mistral3),
+        "qwen2_5_vl": PictureText("<|image_pad|>", _qwen),
+        "qwen3_5": PictureText("<|image_pad|>", _qwen),
+        "qwen3_vl": PictureText("<|image_pad|>", _qwen),
+        "smolvlm": PictureText("<image>", _smolvlm, {"return_row_col_info": True}),
+    }
+)
+
+
+@final
+class PictureProcessor:
+    """The image processor in a folder of a model, or of a prepared dataset."""
+
+    def __init__(self, folder: Path, vision: Vision) -> None:
+        """Raises UserError without one, and where it needs a package that is not here."""
+        if vision.kind not in TEXTS:
+            raise UserError(
+                f"pictures of {vision.kind} models are not supported: their image processor needs torchvision",
+                where=str(folder),
+                fix=f"choose a model of these kinds: {', '.join(TEXTS)}; or train it on text alone",
+            )
+        self._config: Json = json.loads(vision.raw_config)
+        self._text = TEXTS[vision.kind]
+        self._images = _image_processor(folder)
+
+    @property
+    def mark(self) -> str:
+        """What a chat template writes for a picture."""
+        return self._text.mark
+
+    def process(self, contents: Sequence[bytes]) -> Processed:
+        """Of pictures as `reader` leaves them, at least one."""
+        pictures = [Image.open(io.BytesIO(content)).convert("RGB") for content in contents]
+        made = self._images(pictures, return_tensors="pt", **self._text.settings)
+        texts = [self._text.text_of(self._config, made, index) for index in range(len(pictures))]
+        inputs = {name: value for name, value in made.items() if isinstance(value, Tensor)}
+        return Processed(inputs, texts)
+
+
+def _image_processor(folder: Path) -> Any:
+    try:
+        from transformers import AutoImageProcessor
+    except ImportError as error:
+        raise UserError(
+            "transformers, which has the image processor, is not installed", fix=install_extra("hf")
+        ) from error
+    files = " or ".join(PROCESSOR_FILES)
+    if not any((folder / name).is_file() for name in PROCESSOR_FILES):
+        raise UserError(
+            "the folder has no image processor",
+            where=str(folder),
+            fix=f"put {files} there, as published with the model",
+        )
+    try:
+        processor: Any = AutoImageProcessor
+        return processor.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, backend="pil"
+        )
+    except ImportError as error:
+        reason = " ".join(str(error).split())[:160]
+        raise UserError(
+            f"the image processor needs a package that is not installed: {reason}",
+            where=str(folder),
+            fix="pip install torchvision",
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        raise UserError(
+            f"the image processor cannot be opened: {reason}",
+            where=str(folder),
+            fix=f"put {files} there, as published with the model",
+        ) from error

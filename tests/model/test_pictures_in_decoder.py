@@ -1,0 +1,92 @@
+"""A decoder with pictures computes what transformers' whole model computes, and so do its gradients."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from bloomery.data.pictures.batches import axis_positions
+from bloomery.facts.pictures import vision_of
+from bloomery.model.decoder import Decoder
+from bloomery.model.io.weights import load_decoder
+from bloomery.model.pictures import SeenPictures
+from bloomery.model.vision import load_tower
+from tiny_composites import CONFIGS, PICTURE, composite, picture_inputs
+
+NEEDS_KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "gemma4")
+
+
+def sizes_of(kind: str, features: torch.Tensor) -> list[int]:
+    """Tokens of each of the two pictures of `picture_inputs`."""
+    if kind.startswith("qwen"):
+        return [2, 4]
+    if kind in ("lfm2_vl", "gemma4", "mistral3"):
+        return {"lfm2_vl": [4, 2], "gemma4": [4, 4], "mistral3": [6, 6]}[kind]
+    return [len(features) // 2] * 2
+
+
+def tokens_with(sizes: list[int]) -> torch.Tensor:
+    """[1, T]: text, a picture, text, a picture, text."""
+    first, second = sizes
+    return torch.tensor([[5, 6, *[PICTURE] * first, 7, 8, *[PICTURE] * second, 9, 10, 11]])
+
+
+def axes_of(kind: str, tokens: torch.Tensor) -> torch.Tensor | None:
+    if not kind.startswith("qwen"):
+        return None
+    documents = torch.zeros_like(tokens)
+    axes = axis_positions(
+        tokens[0].numpy(), documents[0].numpy(), [(1, 2), (2, 2)], picture=PICTURE
+    )
+    return torch.from_numpy(axes)[:, None]
+
+
+@pytest.fixture(params=CONFIGS)
+def both(request, tmp_path):
+    """The whole model of transformers and ours, with tokens and what the tower makes."""
+    kind = request.param
+    whole = composite(kind)
+    whole.save_pretrained(tmp_path)
+    ours = load_decoder(tmp_path, dtype=torch.float32)
+    vision = vision_of(whole.config.to_dict())
+    ours.see(load_tower(vision, tmp_path, dtype=torch.float32, device=torch.device("cpu")))
+    features = ours.vision(picture_inputs(kind))
+    tokens = tokens_with(sizes_of(kind, features.features_ND))
+    pictures = SeenPictures(
+        (tokens.flatten() == PICTURE).nonzero().squeeze(1),
+        features.features_ND,
+        features.deep_features,
+        both_ways=vision.both_ways,
+    )
+    return kind, whole, ours, tokens, pictures
+
+
+def test_logits_and_gradients_are_those_of_the_whole_model(both):
+    kind, whole, ours, tokens, pictures = both
+    kinds = {"mm_token_type_ids": (tokens == PICTURE).long()} if kind in NEEDS_KINDS else {}
+    if kind == "gemma3":
+        kinds = {"token_type_ids": (tokens == PICTURE).long()}
+    expected = whole(input_ids=tokens, **picture_inputs(kind), **kinds).logits
+    made = ours(tokens, pictures=pictures, axes_3BT=axes_of(kind, tokens)).head
+    assert_close(made, expected, atol=1e-4, rtol=1e-4)
+
+    weight_VT = torch.randn(expected.shape)
+    (expected * weight_VT).sum().backward()
+    for parameter in ours.parameters():
+        parameter.requires_grad_()
+    made = ours(tokens, pictures=pictures, axes_3BT=axes_of(kind, tokens)).head
+    (made * weight_VT).sum().backward()
+    theirs = whole.get_input_embeddings().weight.grad
+    mine = ours.model.embed_tokens.weight.grad
+    rows = [5, 6, 7, 8, 9, 10, 11]
+    assert_close(mine[rows], theirs[rows], atol=1e-4, rtol=1e-4)
+
+
+def test_text_alone_has_the_bits_of_the_text_model(both, tmp_path):
+    kind, _, ours, tokens, _ = both
+    text = torch.where(tokens == PICTURE, 12, tokens)
+    plain = load_decoder(tmp_path, dtype=torch.float32)
+    assert isinstance(plain, Decoder)
+    positions = torch.arange(text.shape[1])[None]
+    axes = positions.expand(3, 1, -1) if kind.startswith("qwen") else None
+    made = ours(text, positions_BT=positions, axes_3BT=axes).head
+    assert torch.equal(made, plain(text, positions_BT=positions).head)

@@ -1,0 +1,83 @@
+"""Folders with tiny vision-language models, and conversations about colored pictures."""
+
+import io
+import json
+from pathlib import Path
+
+import torch
+from PIL import Image
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from bloomery.data.prepare.prepare import prepare
+from bloomery.data.tokenizer.tokenizer import load_tokenizer
+from bloomery.recipe.load import load_recipe
+from tiny_composites import CONFIGS
+from tiny_processors import MARKS, save_processor
+
+RECIPE = """
+objective: {kind: sft}
+model: {from: base}
+data: {path: rows, sequence_length: 512, validation: VALIDATION, num_proc: 1, on_error: ON_ERROR}
+"""
+RED = {"type": "image", "image": "red.png"}
+BLUE = {"type": "image_url", "image_url": {"url": "blue.png"}}
+TEXT = {"type": "text", "text": "Color?"}
+
+
+def png(width: int = 40, height: int = 60, color: str = "red") -> bytes:
+    stream = io.BytesIO()
+    Image.new("RGB", (width, height), color).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def row(*parts: dict, answer: str = "red") -> dict:
+    return {
+        "messages": [
+            {"role": "user", "content": list(parts)},
+            {"role": "assistant", "content": answer},
+        ]
+    }
+
+
+def save_base(kind: str, folder: Path, *, weights: bool = False) -> None:
+    """The config, the tokenizer and the processor of a tiny model, and its weights where asked for."""
+    folder.mkdir(exist_ok=True)
+    processor = "qwen" if kind.startswith("qwen") else kind
+    save_processor(processor, folder)
+    tokenizer = load_tokenizer(folder)
+    settings = json.loads(json.dumps(CONFIGS[kind]))
+    for key in ("image_token_id", "image_token_index"):
+        if key in settings:
+            settings[key] = tokenizer.id_of(MARKS[processor][0])
+    settings["text_config"]["vocab_size"] = tokenizer.vocab_size
+    settings["text_config"]["max_position_embeddings"] = 512
+    config = AutoConfig.for_model(kind, **settings)
+    if not weights:
+        config.save_pretrained(folder)
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+
+
+def prepared_rows(
+    folder: Path,
+    rows: list[dict],
+    *,
+    kind: str = "qwen3_vl",
+    on_error: str = "stop",
+    validation: float = 0.0,
+    weights: bool = False,
+) -> Path:
+    """The prepared dataset of rows about two pictures, for a model in `folder/base`."""
+    save_base(kind, folder / "base", weights=weights)
+    (folder / "rows").mkdir(exist_ok=True)
+    for color in ("red", "blue"):
+        (folder / "rows" / f"{color}.png").write_bytes(png(color=color))
+    lines = "".join(json.dumps(each) + "\n" for each in rows)
+    (folder / "rows" / "train.jsonl").write_text(lines)
+    text = RECIPE.replace("ON_ERROR", on_error).replace("VALIDATION", str(validation))
+    (folder / "recipe.yaml").write_text(text)
+    prepared = folder / f"prepared-{on_error}"
+    prepare(load_recipe(folder / "recipe.yaml"), prepared)
+    return prepared

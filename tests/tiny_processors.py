@@ -1,0 +1,83 @@
+"""Tiny tokenizers, templates and image processors by kind of multimodal model."""
+
+from pathlib import Path
+
+import transformers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+# Of each kind: the token where a picture is, what its template writes around it, and further special tokens.
+MARKS = {
+    "qwen": ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", ("<|video_pad|>",)),
+    "gemma3": ("<image_soft_token>", "", "", ("<start_of_image>", "<end_of_image>")),
+    "smolvlm": ("<image>", "", "", ("<fake_token_around_image>", "<global-img>")),
+    "mistral3": ("[IMG]", "", "", ("[IMG_BREAK]", "[IMG_END]")),
+    "internvl": ("<IMG_CONTEXT>", "", "", ("<img>", "</img>", "<video>")),
+    "gemma4": ("<|image|>", "", "", ("<|image>", "<image|>", "<|video|>")),
+}
+SPECIAL = ("<pad>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>")
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% for part in message.content %}"
+    "{% if part.type == 'image' %}BEFOREPICTUREAFTER{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
+    """One id for each byte, then the special tokens; the picture's is `vocab_size - 1`."""
+    picture, before, after, others = MARKS[kind]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    rows = tuple(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4))
+    special = [*SPECIAL, *others, *(rows if kind == "smolvlm" else ())]
+    special += [name for name in (before, after) if name]
+    special = [*dict.fromkeys(special), picture]
+    backend = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(name, special=True) for name in special])
+    named = {"image_token": picture}
+    if kind.startswith("gemma"):
+        named |= {"boi_token": others[0], "eoi_token": others[1]}
+    if kind == "internvl":
+        named = {"start_image_token": "<img>", "end_image_token": "</img>"}
+        named |= {"context_image_token": picture, "video_token": "<video>"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<|im_end|>",
+        extra_special_tokens=named,
+    )
+
+
+def save_processor(kind: str, folder: Path) -> None:
+    """A tokenizer with a template, and an image processor that makes a few tokens of a picture."""
+    picture, before, after, others = MARKS[kind]
+    written = others[0] if kind == "gemma3" else picture
+    template = (
+        TEMPLATE.replace("BEFORE", before).replace("PICTURE", written).replace("AFTER", after)
+    )
+    tokenizer = tokenizer_of(kind)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    IMAGES[kind]().save_pretrained(folder)
+
+
+IMAGES = {
+    "qwen": lambda: transformers.Qwen2VLImageProcessorPil(
+        patch_size=16, merge_size=2, temporal_patch_size=2, min_pixels=1024, max_pixels=8192
+    ),
+    "gemma3": lambda: transformers.Gemma3ImageProcessorPil(size={"height": 56, "width": 56}),
+    "smolvlm": lambda: transformers.SmolVLMImageProcessorPil(
+        size={"longest_edge": 128}, max_image_size={"longest_edge": 64}
+    ),
+    "mistral3": lambda: transformers.PixtralImageProcessorPil(
+        patch_size={"height": 28, "width": 28}, size={"longest_edge": 112}
+    ),
+    "internvl": lambda: transformers.GotOcr2ImageProcessorPil(size={"height": 56, "width": 56}),
+    "gemma4": lambda: transformers.Gemma4ImageProcessorPil(
+        patch_size=16, max_soft_tokens=70, pooling_kernel_size=2
+    ),
+}
