@@ -12,6 +12,7 @@ import test_streamed_schedules
 import torch
 from plans_for_tests import tiny_plan
 from runs_of_the_loop import assert_same_tensors, prepared_corpus, saved_base
+from steps_for_tests import load_of, small_plan
 from steps_on_device import streamed_plan
 from streamed_experts import decoder_of
 from test_device_memory import peak_bytes_of
@@ -25,6 +26,7 @@ from bloomery.model.io.weights import fresh_decoder, quantize_model
 from bloomery.parallel import streamed_experts
 from bloomery.parallel.streamed import LayerRing
 from bloomery.parallel.streamed_experts import StreamedExperts
+from bloomery.plan.estimate.memory import tensor_bytes as tensor_bytes_of
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Lora, Quantize
 from ranks import train
@@ -162,6 +164,7 @@ def test_completions_are_those_of_experts_on_the_device(
 
 
 ORDERED = mixture(hidden_size=64, num_layers=6)
+ALL_LINEAR = {"kind": "lora", "rank": 4, "alpha": 8.0, "target_modules": ["all-linear"]}
 LAYERS, COUNT, WIDTH, HIDDEN = 5, 64, 64, 64
 LARGE = mixture(
     hidden_size=HIDDEN,
@@ -194,6 +197,39 @@ def test_the_device_holds_all_but_experts_and_two_layers_of_them(
     of_layer = sum(map(aligned_bytes, tensor_bytes(quantize, 2)))
     saved = peak_bytes_of(plan) - peak_bytes_of(streamed)
     assert saved == pytest.approx((LAYERS - 2) * of_layer, rel=0.01)
+
+
+COUNTED: dict[str, dict[str, Any]] = {
+    "bfloat16": {},
+    "nf4": {"base": "nf4"},
+    "nf4, full checkpointing": {"base": "nf4", "activation_checkpointing": "full"},
+    "nf4, adapted experts": {"base": "nf4", "adapter": ALL_LINEAR},
+}
+
+
+@pytest.mark.parametrize("name", those(COUNTED, quick="nf4"))
+def test_the_device_holds_what_the_plan_counts(name: str) -> None:
+    settings = {"precision": "bfloat16", "attention": "blockwise", "rows": 2, "device": "cuda"}
+    plan = small_plan(
+        **{"adapter": ATTENTION.model_dump() | {"dropout": 0.0}} | settings | COUNTED[name]
+    )
+    config = mixture(
+        hidden_size=256,
+        num_layers=4,
+        vocab_size=1024,
+        max_positions=256,
+        head_dim=64,
+        num_heads=4,
+        experts={"count": 16, "width": 128},
+    )
+    plan = plan.model_copy(
+        update={
+            "model": plan.model.model_copy(update={"config": config}),
+            "train": plan.train.model_copy(update={"stream": "experts"}),
+        }
+    )
+    counted = sum(tensor_bytes_of(replace(load_of(plan), stream="experts")).values())
+    assert 0.97 < peak_bytes_of(plan) / counted < 1.03
 
 
 @pytest.mark.parametrize("quantize", [None, NF4], ids=["float32", "nf4"])
