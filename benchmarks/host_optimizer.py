@@ -20,7 +20,7 @@ import torch
 from optimizer_steps import PLAN
 from torch import nn
 
-from bloomery.train.optim import adamw
+from bloomery.train.optim import adamw, common
 from bloomery.train.optim.build import build_optimizer
 
 SHAPES = [(4096, 4096)] * 3
@@ -55,7 +55,14 @@ def ours(dtype: torch.dtype, settings: dict[str, Any], *, compiled: bool) -> Cal
     (member,) = optimizer.members
     assert isinstance(member, adamw.ChunkedAdamW)
     member._compiled = compiled
-    return lambda: optimizer.step(1.0)
+
+    def step() -> None:
+        agrees = common.compiled_rounding_agrees
+        common.compiled_rounding_agrees = lambda: compiled
+        optimizer.step(1.0)
+        common.compiled_rounding_agrees = agrees
+
+    return step
 
 
 def processor_seconds(

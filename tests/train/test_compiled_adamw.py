@@ -13,7 +13,7 @@ from bloomery.train.optim import adamw, compiled_adamw
 from bloomery.train.optim import common as optim_pieces
 from bloomery.train.optim.adamw import ChunkedAdamW, compiled_code_agrees
 from bloomery.train.optim.build import build_optimizer
-from bloomery.train.optim.common import Gate, Rounding, random_bits
+from bloomery.train.optim.common import Gate, Rounding, compiled_rounding_agrees, random_bits
 from bloomery.train.optim.placement import StatePlacement
 
 pytestmark = pytest.mark.skipif(native.find_compiler() is None, reason="no C++ compiler")
@@ -94,6 +94,36 @@ def test_random_bits_are_those_of_pytorchs_generator(count: int) -> None:
     assert bits[-1] == 0
 
 
+@pytest.mark.parametrize("kind", ["adafactor", "muon", "adamw"])
+def test_every_optimizer_rounds_at_random_by_compiled_code(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """To the bits of PyTorch's operations."""
+    monkeypatch.setattr(optim_pieces, "CPU_PIECE", 1024)
+    settings = {"kind": kind, "state_dtype": "float32", "stochastic_rounding": True}
+    models = []
+    for agrees in (True, False):
+        monkeypatch.setattr(optim_pieces, "compiled_rounding_agrees", lambda agrees=agrees: agrees)
+        monkeypatch.setattr(adamw, "compiled_code_agrees", lambda: False)
+        model = Some(HALF)
+        optimizer = build_optimizer(model, PLAN.model_copy(update=settings), seed=3)
+        for step in range(3):
+            give(model, step)
+            optimizer.step(1.0)
+        models.append(model)
+    assert same(*models)
+
+
+def test_numbers_that_are_not_finite_stay_so() -> None:
+    exact = torch.full((4000,), float("nan"))
+    exact[1::3] = float("inf")
+    exact[2::3] = -float("inf")
+    rounded = compiled_adamw.rounded_at_random(exact, seed=5)
+    assert bool((rounded[2::3] == -float("inf")).all())
+    assert bool((rounded[0::3] == float("inf")).all()) and bool((rounded[1::3] > 0).all())
+    assert compiled_rounding_agrees()
+
+
 def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optim_pieces, "CPU_PIECE", 1024)
     threads = torch.get_num_threads()
@@ -112,7 +142,12 @@ def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def _asked_anew() -> None:
     """As in a process that has not asked for the code yet."""
-    caches = (native.library, compiled_adamw._code, compiled_code_agrees)
+    caches = (
+        native.library,
+        compiled_adamw._code,
+        compiled_code_agrees,
+        compiled_rounding_agrees,
+    )
     for function in caches:
         function.cache_clear()
     yield

@@ -118,6 +118,15 @@ def test_clipping_is_torchs():
     assert clip_factor(0.5, 1.0) == clip_factor(9.0, None) == 1.0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_of_a_large_matrix_on_a_cpu_is_right_to_five_digits(dtype):
+    """One float32 sum over it is off in the fourth: squares that are added to it come to less than its last digits."""
+    generator = torch.Generator().manual_seed(0)
+    gradient = (torch.randn(2**12, 2**12, generator=generator) * 1e-3).to(dtype)
+    exact = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+    assert float(global_norm({"embedding": gradient})) == pytest.approx(exact, rel=1e-5)
+
+
 def test_norm_of_bfloat16_gradients_is_not_rounded_to_bfloat16():
     assert global_norm(
         {"weight": torch.full((3,), 1.0, dtype=torch.bfloat16)}

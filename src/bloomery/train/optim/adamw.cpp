@@ -199,6 +199,11 @@ static inline void put_random(Half *into, Floats x, RandomBits &random, Long cou
     put_upper(into, y + (Words)random.next() + 0x8000u, count);
 }
 
+extern "C" void round_at_random(Word seed, const float *from, Half *into, Long count) {
+    RandomBits random(seed);
+    for (Long n = 0; n < count; n += LANES) put_random(into + n, some(from + n, count - n), random, count - n);
+}
+
 template <bool SIGNED> static inline Floats shares(const Level<SIGNED> *from) {
     if constexpr (SIGNED) {
         Bytes levels; memcpy(&levels, from, sizeof levels);

@@ -1,5 +1,6 @@
 """Shared by the native optimizers: pieces of bounded size, stochastic rounding, a gate for non-finite gradients."""
 
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 from bloomery.facts.counting import is_decayed
 from bloomery.facts.limits import CPU_PIECE, GPU_PIECE
 from bloomery.model.io.parameters import first_row
+from bloomery.model.native import Uncompiled
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
+from bloomery.train.optim import compiled_adamw
 
 State = dict[str, Tensor]
 HALF_OF_LOWER_BITS = 1 << 15
@@ -46,6 +49,20 @@ def round_stochastically(exact: Tensor, bits: Tensor) -> Tensor:
     # The bits range from -2^15 to 2^15 - 1; half of the lower bits makes the sum unbiased.
     sums = values.view(torch.int32).add_(bits.view(exact.shape)).add_(HALF_OF_LOWER_BITS)
     return sums.view(torch.int16)[..., 1::2].view(torch.bfloat16)
+
+
+@functools.cache
+def compiled_rounding_agrees() -> bool:
+    """Whether compiled code rounds at random to the bits that PyTorch gives."""
+    exact = torch.randn(5000, generator=torch.Generator().manual_seed(0))
+    exact[:3] = torch.tensor([math.nan, math.inf, -math.inf])
+    try:
+        rounded = compiled_adamw.rounded_at_random(exact, seed=1)
+    except Uncompiled:
+        return False
+    return torch.equal(
+        rounded, round_stochastically(exact, random_bits(5000, seed=1, device=exact.device))
+    )
 
 
 def square_root_(x: Tensor) -> Tensor:
@@ -152,6 +169,9 @@ class Rounding:
         """Stochastic rounding, whatever the setting, of values from the flat index `start`. Overwrites `exact`."""
         if parameter not in self.shards.full_parameters:
             seed = self.seed_of(parameter, step, start, *slot)
+            # A fake tensor has no memory that compiled code could read.
+            if exact.device.type == "cpu" and type(exact) is Tensor and compiled_rounding_agrees():
+                return compiled_adamw.rounded_at_random(exact, seed)
             return round_stochastically(
                 exact, random_bits(exact.numel(), seed=seed, device=exact.device)
             )

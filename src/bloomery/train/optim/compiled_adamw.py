@@ -64,6 +64,8 @@ def _code() -> Any:
     code: Any = library(Library("bloomery.train.optim", "adamw.cpp", VECTORS, flags))
     code.adamw.argtypes = (POINTER(_Adam), c_int, c_int, c_int, c_int)
     code.adamw.restype = None
+    code.round_at_random.argtypes = (c_uint32, c_void_p, c_void_p, c_int64)
+    code.round_at_random.restype = None
     code.random_bits.argtypes = (c_uint32, POINTER(c_int16), c_int64)
     code.random_bits.restype = None
     return code
@@ -72,6 +74,14 @@ def _code() -> Any:
 def build() -> None:
     """Compiles the code, once per machine. Raises Uncompiled."""
     _code()
+
+
+def rounded_at_random(exact: Tensor, seed: int) -> Tensor:
+    """`common.round_stochastically` of contiguous float32 with the bits of `seed`, a new tensor. Raises Uncompiled."""
+    assert exact.dtype == torch.float32 and exact.is_contiguous()
+    rounded = torch.empty_like(exact, dtype=torch.bfloat16)
+    _code().round_at_random(seed & 0xFFFFFFFF, exact.data_ptr(), rounded.data_ptr(), exact.numel())
+    return rounded
 
 
 def update(
