@@ -4,6 +4,7 @@ import pytest
 from steps_for_tests import counted, measured, measured_ranks, simulated, small_plan, some
 
 from bloomery.plan.estimate.mesh import GRADIENT_BUCKET, MeshSplit
+from bloomery.simulate.step import simulated_step
 from ranks import on_ranks
 
 ATTENTION = {"kind": "lora", "rank": 8, "target_modules": ["q_proj", "o_proj"]}
@@ -53,6 +54,7 @@ def test_shapes_fake_tensors_and_measured_bytes_agree(case: str) -> None:
 
 
 DIVIDED = {
+    "full training": {"precision": "bfloat16"},
     "recomputed": {"precision": "bfloat16", "activation_checkpointing": "full"},
     "LoRA": {"precision": "bfloat16", "adapter": EVERY},
 }
@@ -67,7 +69,18 @@ def test_ranks_that_divide_experts_hold_what_shapes_say(case: str) -> None:
     peaks = measured_ranks(several)
     told = counted(several, split=split) - 2 * GRADIENT_BUCKET
     assert told == pytest.approx(sum(peaks) / 2, rel=0.05)
+    assert simulated(several, split=split) == pytest.approx(sum(peaks) / 2, rel=0.03)
     assert told < 0.8 * counted(plan)
+
+
+def test_rows_that_travel_in_a_simulation_are_counted() -> None:
+    plan = small_plan("qwen3_moe", sizes=SIZES, rows=2, precision="bfloat16")
+    several = on_ranks(plan, replicate=2, expert=2)
+    step = simulated_step(several, fused=False, split=MeshSplit(replicate=2, expert=2))
+    rows = 256 * 2  # of one sequence on each device
+    # Half of them: in each layer there and back, and so their gradients; weights and counts with them.
+    numbers = rows * (2 * 2 * 128 * 2 + 2 * 4) + 2 * 8 * 4
+    assert step.sent["expert"] == pytest.approx(3 * numbers / 2, rel=0.01)
 
 
 HYBRIDS = ("qwen2_moe", "qwen3_5_moe_text", "qwen3_next", "lfm2_moe", "ernie4_5_moe")

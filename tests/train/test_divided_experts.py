@@ -55,7 +55,7 @@ def float64_gradients(plan_json: str) -> tuple[float, dict[str, list[Any]], floa
     from bloomery.model.decoder import Decoder
     from bloomery.model.io.parameters import full
     from bloomery.model.io.weights import init_weights
-    from bloomery.parallel.experts import divide_experts
+    from bloomery.parallel.experts import RowExchange, divide_experts
     from bloomery.parallel.gradients import all_reduce_gradients
     from bloomery.parallel.process_group import join
     from bloomery.plan.types import RunPlan
@@ -65,8 +65,8 @@ def float64_gradients(plan_json: str) -> tuple[float, dict[str, list[Any]], floa
     mesh = join(plan.train)
     with torch.device("meta"):
         decoder = Decoder(plan.model.config, attention="math").double()
-    if mesh.expert > 1:
-        divide_experts(decoder, mesh)
+    if mesh.expert_mesh is not None:
+        divide_experts(decoder, mesh.expert_mesh, RowExchange(mesh))
     decoder.to_empty(device="cpu")
     decoder.tie()
     init_weights(decoder, 5)

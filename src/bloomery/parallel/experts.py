@@ -13,10 +13,11 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from bloomery.model.decoder import Decoder
-from bloomery.model.experts import ExpertMLPs
+from bloomery.model.experts import ExpertExchange, ExpertMLPs
 from bloomery.model.io.parameters import is_split
 from bloomery.model.io.weights import quantized_weights
 from bloomery.parallel.mesh import Mesh
@@ -24,14 +25,14 @@ from bloomery.parallel.mesh import Mesh
 EXPERT_AXIS = "expert"
 
 
-def divide_experts(model: Decoder, mesh: Mesh) -> None:
+def divide_experts(model: Decoder, expert_mesh: DeviceMesh, exchange: ExpertExchange) -> None:
     """Leave this rank its share of each layer's experts, in place. On the meta device, before shards are applied.
+
+    `expert_mesh`: of the ranks that divide them; `exchange`: how rows travel between those.
 
     Its parameters are then DTensors, of which each rank has some rows: weights, states and checkpoints treat them as
     those of shards.
     """
-    assert mesh.expert_mesh is not None
-    exchange = RowExchange(mesh)
     for module in model.modules():
         if isinstance(module, ExpertMLPs):
             module.exchange = exchange
@@ -40,10 +41,11 @@ def divide_experts(model: Decoder, mesh: Mesh) -> None:
                 weight.become_parameters()
             # Adapters of stacks have a matrix for each expert, too.
             for path, parameter in list(module.named_parameters()):
-                count = len(parameter) // mesh.expert
+                count = len(parameter) // expert_mesh.size()
+                # A tensor of its own: a view would keep the memory of all experts.
                 divided = DTensor.from_local(
-                    parameter.detach()[:count],
-                    mesh.expert_mesh,
+                    torch.empty_like(parameter.detach()[:count]),
+                    expert_mesh,
                     [Shard(0)],
                     run_check=False,
                     shape=parameter.shape,

@@ -78,9 +78,9 @@ def simulate(
             "--simulate runs the training code and needs PyTorch, which is not installed",
             fix="run `bloomery doctor` for the install command, or leave out --simulate",
         )
-    if plan.train.expert > 1:
+    if plan.train.expert > 1 and plan.train.pipeline > 1:
         raise UserError(
-            "--simulate does not divide experts: the rows that travel follow from real tokens",
+            "--simulate does not divide experts in the stages of a pipeline",
             where=f"parallel.expert={plan.train.expert}",
             fix="leave out --simulate: the estimate from shapes counts them",
         )
@@ -188,6 +188,10 @@ def simulation_notes(plan: RunPlan, *, fused: bool, split: MeshSplit) -> list[st
         notes.append(f"FSDP2 shards weights, gradients and states over {devices}")
     elif split.replicate > 1 and split.pipeline == 1:
         notes.append(f"one of {split.replicate} whole copies; gradient buckets are not included")
+    if split.expert > 1:
+        notes.append(
+            f"one of {split.expert} devices that divide the experts, each of which gets as many rows"
+        )
     if split.context > 1:
         notes.append(f"one of {split.context} devices that share each sequence")
     if split.pipeline > 1:

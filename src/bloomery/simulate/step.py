@@ -27,6 +27,7 @@ from bloomery.model.mixers.delta_net import GatedDeltaNet
 from bloomery.model.norms import RMSNorm, torch_rms_norm
 from bloomery.parallel.apply import apply
 from bloomery.parallel.context import HeadExchange
+from bloomery.parallel.experts import EXPERT_AXIS, RowJourney, divide_experts
 from bloomery.parallel.fsdp import apply_fsdp
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh, PipelineGroups
 from bloomery.parallel.pipeline import PipelineLink, StageParameters
@@ -72,11 +73,14 @@ def simulated_step(
     """
     mesh = _fake_mesh(split) if split.shard > 1 else None
     sharers = _fake_sharers(split) if split.context > 1 else SINGLE_RANK
+    expert_mesh = _fake_expert_mesh(split) if split.expert > 1 else None
     device_type = plan.train.device
     with _fake_tensors(plan) as tracker:
         # All that is alive before the step has a kind of its own; what the step makes is told
         # apart by forward and backward.
-        model_and_optimizer = _model_and_optimizer(plan, tracker, mesh=mesh, fused=fused)
+        model_and_optimizer = _model_and_optimizer(
+            plan, tracker, mesh=mesh, fused=fused, expert_mesh=expert_mesh
+        )
         if sharers.context > 1:
             model_and_optimizer.model.share_sequences(HeadExchange(sharers))
         batches = [_batch(plan) for _ in range(min(2, plan.train.accumulation))]
@@ -277,6 +281,7 @@ def _model_and_optimizer(
     mesh: DeviceMesh | None = None,
     pipeline: Mesh = SINGLE_RANK,
     stage: Stage | None = None,
+    expert_mesh: DeviceMesh | None = None,
 ) -> ModelAndOptimizer:
     """As `train.state.build_state`, with fake tensors; a compiled block is its graphs, run op by op."""
     model = empty_model(plan)
@@ -323,6 +328,8 @@ def _model_and_optimizer(
         compile_blocks(blocks, tracker, selective=selective)
         left |= {"activation_checkpointing": "none"} if selective else {}
     apply(model, train.model_copy(update=left))
+    if expert_mesh is not None:
+        divide_experts(model, expert_mesh, EvenExchange.of(plan, expert_mesh))
     ranks = SINGLE_RANK
     if mesh is not None:
         apply_fsdp(model, train, mesh)
@@ -350,6 +357,40 @@ def _fake_mesh(split: MeshSplit) -> DeviceMesh:
     return init_device_mesh(
         "cpu", (split.replicate, split.shard), mesh_dim_names=("replicate", "shard")
     )
+
+
+def _fake_expert_mesh(split: MeshSplit) -> DeviceMesh:
+    """The first ranks, which divide the experts; created outside FakeTensorMode."""
+    if split.shard == 1 and split.context == 1:
+        _fake_group(split.replicate)
+    group = dist.new_group(range(split.expert))
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(EXPERT_AXIS,))
+
+
+@final
+class EvenExchange:
+    """An `ExpertExchange` with ranks that are not there. As many rows arrive as leave, from and for each: real tokens
+    would decide it.
+    """
+
+    def __init__(self, size: int, rows: int, name: str) -> None:
+        self.size = size
+        self._rows = rows
+        self._name = name
+
+    @classmethod
+    def of(cls, plan: RunPlan, expert_mesh: DeviceMesh) -> "EvenExchange":
+        experts = plan.model.config.experts
+        assert experts is not None, "the experts are divided"
+        tokens = plan.train.micro_batch_size * plan.data.sequence_length // plan.train.context
+        name = expert_mesh.get_group().group_name
+        return cls(expert_mesh.size(), tokens * experts.per_token, name)
+
+    def begin(self, ends_E: Tensor) -> RowJourney:
+        by_rank = [self._rows // self.size] * (self.size - 1)
+        by_rank.append(self._rows - sum(by_rank))
+        experts_R = ends_E.new_zeros(self._rows, dtype=torch.int64)
+        return RowJourney(self._name, experts_R, by_rank, by_rank)
 
 
 def _fake_sharers(split: MeshSplit) -> Mesh:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bloomery.parallel import experts  # noqa: F401  # it registers an operator
 from bloomery.parallel.context import exchange_size
 
 _c10d = torch.ops.c10d
@@ -19,12 +20,13 @@ _COLLECTIVES: dict[object, tuple[int, int]] = {
     _c10d.allreduce_.default: (0, 2),
 }
 _EXCHANGE = torch.ops.bloomery.all_to_all.default
+_ROWS = torch.ops.bloomery.all_to_all_rows.default
 
 
 class TrafficCounter(TorchDispatchMode):
     """Counts `bytes_by_axis`: what each device sends in a ring of `n` devices, (n - 1) / n of the gathered or reduced
     bytes, twice that for an all-reduce, and in an all-to-all all but its own part. Collectives outside the mesh are not
-    counted, apart from those of ranks that share sequences.
+    counted, apart from those of ranks that share sequences or divide experts.
     """
 
     supports_higher_order_operators = True
@@ -60,4 +62,9 @@ class TrafficCounter(TorchDispatchMode):
             size = exchange_size(args[1])
             self.bytes_by_axis.setdefault("context", 0.0)
             self.bytes_by_axis["context"] += args[0].nbytes * (size - 1) / size
+        if func is _ROWS:
+            # Evenly: each device keeps its own part.
+            rows, sent = args[0], args[1]
+            self.bytes_by_axis.setdefault("expert", 0.0)
+            self.bytes_by_axis["expert"] += rows.nbytes * (len(sent) - 1) / len(sent)
         return func(*args, **(kwargs or {}))

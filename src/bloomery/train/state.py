@@ -22,7 +22,7 @@ from bloomery.model.io.weights import init_weights, quantize_model
 from bloomery.model.vision import load_tower
 from bloomery.parallel.apply import apply
 from bloomery.parallel.context import HeadExchange
-from bloomery.parallel.experts import divide_experts
+from bloomery.parallel.experts import RowExchange, divide_experts
 from bloomery.parallel.fsdp import apply_fsdp
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.parallel.pipeline import PipelineLink, StageParameters, transport_of
@@ -219,8 +219,8 @@ def build_state(
     # their weights for that: `build_checkpointed_model` compiles then.
     if not isinstance(plan.adapter, Peft):
         apply(model, train, mesh)
-    if mesh.expert > 1:
-        divide_experts(model, mesh)
+    if mesh.expert_mesh is not None:
+        divide_experts(model, mesh.expert_mesh, RowExchange(mesh))
     if mesh.device_mesh is not None:
         apply_fsdp(model, train, mesh.device_mesh, mesh.clock)
     if model.weight_stream is not None:
