@@ -84,7 +84,8 @@ def test_a_step_copies_what_shapes_say(case: str, accumulation: int) -> None:
     loaded_bytes = sum(map(aligned_bytes, tensors))
     in_full = case.startswith("full")
     element_bytes = 2 if case == "full bfloat16" else 4
-    embedding_and_norm = (config.vocab_size + 1) * config.hidden_size * element_bytes
+    rows = config.vocab_size * (1 if config.tie_embeddings else 2) + 1
+    embedding_and_norm = rows * config.hidden_size * element_bytes
     # A pass computes one micro-batch, or several. Its backward begins with the layers that forward ended with. The next
     # forward begins with those that backward ended with, unless their weights have been updated.
     num_passes = -(-accumulation // plan.train.stream_micro_batches)
