@@ -131,9 +131,10 @@ GRPO = {  # by name: the experts, and whether those that sixteen tokens choose a
 }
 
 
+@pytest.mark.parametrize("stream", those(["experts", "layers"], quick="experts"))
 @pytest.mark.parametrize("name", those(GRPO, quick="of many"))
-def test_completions_are_those_of_experts_on_the_device(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+def test_completions_are_those_of_weights_on_the_device(
+    tmp_path: Path, name: str, stream: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sampled and trained on: their texts, rewards, losses and weights."""
     experts, are_chosen = GRPO[name]
@@ -149,17 +150,17 @@ def test_completions_are_those_of_experts_on_the_device(
 
     monkeypatch.setattr(LayerRing, "load_parts", noted)
     runs = {}
-    for stream in ("experts", "off"):
+    for streamed_weights in (stream, "off"):
         changes = {
             "model": plan.model.model_copy(update={"config": config}),
-            "train": train_plan.model_copy(update={"stream": stream}),
+            "train": train_plan.model_copy(update={"stream": streamed_weights}),
             "adapter": GENERATED,
             "quantize": NF4,
         }
-        folder = tmp_path / stream
+        folder = tmp_path / streamed_weights
         runs[folder] = train(plan.model_copy(update=changes), folder)
     (streamed_in, streamed), (resident_in, resident) = runs.items()
-    assert set(parts) == ({0, 1, 2} if are_chosen else set())
+    assert set(parts) == ({0, 1, 2} if are_chosen and stream == "experts" else set())
     rollouts_for_tests.assert_same_training(streamed_in, streamed, resident_in, resident)
 
 

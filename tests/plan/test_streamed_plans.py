@@ -20,7 +20,7 @@ from bloomery.parallel.streamed import LayerRing, layer_of
 from bloomery.plan.estimate.queues import Task, finish_times
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import StepShape
-from bloomery.plan.estimate.streaming import loads_of, sent_bytes
+from bloomery.plan.estimate.streaming import forward_bytes, loads_of, sent_bytes, streamed_by_layer
 from bloomery.plan.page import page
 from bloomery.plan.resolve import step_shape
 from bloomery.plan.types import RunPlan
@@ -245,6 +245,34 @@ def test_experts_stream_alone_where_they_are_frozen():
     assert 13 * GIB < plan.stream.host_bytes["weights"] < 17 * GIB
     layers = plan_of("Qwen/Qwen3-30B-A3B", "RX 6700 XT", 32, parallel={"stream": "layers"}, **nf4)
     assert layers.stream.host_bytes["weights"] > plan.stream.host_bytes["weights"]
+
+
+SAMPLED = {
+    "objective": {"kind": "grpo", "num_generations": 8, "max_completion_length": 256},
+    "rewards": [{"verifier": "exact_match", "column": "answer"}],
+    "train": {"max_steps": 10, "batch_size": 16},
+    "quantize": {"kind": "nf4"},
+    "adapter": LORA | {"target_modules": ["q_proj", "v_proj"]},
+}
+
+
+@pytest.mark.parametrize("stream", ["layers", "experts"])
+def test_each_forward_of_sampling_waits_for_its_copies(stream):
+    """Sixteen tokens may choose 128 of 128 experts: all come. One token brings eight."""
+    plan = plan_of("Qwen/Qwen3-30B-A3B", "RX 6700 XT", 32, parallel={"stream": stream}, **SAMPLED)
+    assert plan.train.stream == stream and plan.rollout.slots == 16
+    profile = build_profile(with_gpu(machine(), find_gpu("RX 6700 XT")))
+    model = TrainedModel.of(plan, plan.model.config)
+    resident = step_shape(
+        plan, model, profile, None, None, precision=plan.train.precision, attention="triton"
+    )
+    step = replace(resident, stream=stream)
+    whole = sum(streamed_by_layer(step))
+    assert forward_bytes(step, plan.rollout.slots) == pytest.approx(whole)
+    of_one_token = whole * 8 / 128 if stream == "experts" else whole
+    assert forward_bytes(step, 1) == pytest.approx(of_one_token)
+    seconds = plan.rollout.completion_tokens.value * whole / 24e9
+    assert seconds < plan.rollout.seconds["generation"].value < 4 * seconds
 
 
 def test_replicas_share_the_copy_of_their_host():

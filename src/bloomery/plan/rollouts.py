@@ -168,9 +168,10 @@ def plan_rollout(
 
     update = _with_ends_of(shape.completion_tokens, update_seconds)
     seconds: dict[str, Estimate] = {}
-    if rate is not None and update is not None:
+    generation = None if rate is None else generation_seconds(shape, rate, estimator.host_link)
+    if generation is not None and update is not None:
         seconds = {
-            "generation": generation_seconds(shape, rate),
+            "generation": generation,
             "rewards": reward_seconds(shape, moments.num_completions),
             "update": update,
         }

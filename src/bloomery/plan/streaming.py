@@ -68,8 +68,11 @@ def refusals(
         yield "not supported for the transformers implementation", f"set {KEY}=off"
     if isinstance(recipe.adapter, Peft):
         yield "PEFT's methods change the modules of layers", f"set {KEY}=off, or adapter.kind=lora"
-    if isinstance(recipe.objective, Rollouts):
-        yield "not supported yet: completions that are sampled in training", f"set {KEY}=off"
+    if isinstance(recipe.objective, Rollouts) and recipe.adapter.kind == "none":
+        yield (
+            "not supported yet: completions of a model that is trained in full",
+            f"set adapter.kind=lora, or {KEY}=off",
+        )
     if recipe.optimizer.fused_backward:
         yield (
             "an optimizer inside backward updates weights on the device, and these are on the host",

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import flops_per_token, layers
 from bloomery.facts.limits import ROLLOUT_SLOTS
+from bloomery.hardware.host_links import HostLink
 from bloomery.plan.estimate.memory import CPU_RUNTIME, SPREAD, overhead_bytes
 from bloomery.plan.estimate.speed import LAUNCH_SECONDS, Rate
 from bloomery.plan.estimate.step import StepShape
+from bloomery.plan.estimate.streaming import forward_bytes
 from bloomery.plan.types import Estimate, MemoryEstimate
 from bloomery.recipe.objectives import Rollouts
 
@@ -117,7 +119,7 @@ def sampling_memory(shape: RolloutShape, training: MemoryEstimate) -> MemoryEsti
     parts = {
         name: size
         for name, size in training.parts.items()
-        if name in ("weights", "adapter", "optimizer", "reference model")
+        if name in ("weights", "layer buffers", "adapter", "optimizer", "reference model")
     }
     parts |= sampling_parts(shape) | reward_model_parts(shape)
     if shape.sharded:
@@ -217,10 +219,17 @@ def with_stored_rollout(shape: RolloutShape, training: MemoryEstimate) -> Memory
     )
 
 
-def generation_seconds(shape: RolloutShape, rate: Rate) -> Estimate:
-    """Of one step: the rollout's sampling, divided by its steps. `rate`: of this rank."""
+def generation_seconds(
+    shape: RolloutShape, rate: Rate, link: HostLink | None = None
+) -> Estimate | None:
+    """Of one step: the rollout's sampling, divided by its steps. `rate`: of this rank. `link`: over which weights
+    stream; None where it is unknown how long they take.
+    """
+    if shape.step.stream != "off" and link is None:
+        return None
     low, typical, high = (
         _sampling_seconds(shape, rate, tokens, pace)
+        + (_copy_seconds(shape, link, tokens, pace) if link else 0.0)
         for tokens, pace in (
             (shape.completion_tokens.low, 0),
             (shape.completion_tokens.value, 1),
@@ -230,15 +239,28 @@ def generation_seconds(shape: RolloutShape, rate: Rate) -> Estimate:
     return Estimate(value=typical, low=low, high=high, origin="table").scaled(1 / shape.num_steps)
 
 
+def _forwards(shape: RolloutShape, tokens: float) -> float:
+    """The last completions run alone: there are at least as many forwards as the longest one has tokens."""
+    longest = min(2 * tokens, float(shape.max_completion_length))
+    return max(longest, shape.num_completions * tokens / shape.slots)
+
+
+def _copy_seconds(shape: RolloutShape, link: HostLink, tokens: float, pace: int) -> float:
+    """Of streamed weights, which a forward of few tokens cannot hide: in each of them, and once for each prompt."""
+    if shape.step.stream == "off":
+        return 0.0
+    copied = _forwards(shape, tokens) * forward_bytes(shape.step, shape.slots)
+    copied += shape.num_prompts * forward_bytes(shape.step, max(1, round(shape.prompt_tokens)))
+    spread = (link.spread, 1.0, 1 / link.spread)[pace]
+    return copied / (link.to_device_gbs * 1e9 * spread)
+
+
 def _sampling_seconds(shape: RolloutShape, rate: Rate, tokens: float, pace: int) -> float:
     """`tokens` of each completion on average; `pace`: 0 the fastest that is likely, 2 the slowest."""
     step = shape.step
     config = shape.config
     sampled_tokens = shape.num_completions * tokens
-    # The last completions run alone: there are at least as many forwards as the longest one has tokens.
-    forwards = max(
-        min(2 * tokens, float(shape.max_completion_length)), sampled_tokens / shape.slots
-    )
+    forwards = _forwards(shape, tokens)
     token_flops = flops_per_token(config, shape.slot_tokens // 2, backward=False)
     product_share = rate.share[2 - pace]
     prompt_seconds = (

@@ -16,6 +16,7 @@ from bloomery.facts.limits import (
     STREAM_STAGING_BYTES,
     aligned_bytes,
     buffer_bytes,
+    copies_chosen,
 )
 from bloomery.plan.estimate.activations import kept_by_layer, last_norm_bytes
 from bloomery.plan.estimate.moments import StepMoment, kept_logit_bytes, moments
@@ -185,6 +186,24 @@ def host_memory(step: StepShape, *, replicas: int = 1) -> HostMemory:
     return HostMemory(
         parts=parts, pinned=all_pinned if step.stream_host == "pinned" else staging + staged
     )
+
+
+def forward_bytes(step: StepShape, tokens: int) -> float:
+    """Copied to the device for a forward without gradients, of so many tokens: all that streams.
+
+    Of experts, few tokens copy those that they choose: of E experts E (1 - (1 - K / E)^N), chosen evenly.
+    """
+
+    def of_layer(layer: TrainedLayer) -> float:
+        size = float(sum(aligned_bytes(size) for size in layer_tensors(step, layer)))
+        experts = layer.layer.experts
+        if step.stream != "experts" or experts is None:
+            return size
+        if not copies_chosen(tokens * experts.per_token, experts.count):
+            return size
+        return size * (1 - (1 - layer.layer.expert_share) ** tokens)
+
+    return sum(step.model.by_layer(of_layer))
 
 
 # Loads: which layers are copied, in the order of use.
