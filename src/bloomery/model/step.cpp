@@ -12,12 +12,12 @@
 #include <omp.h>
 #endif
 
-// The numbers of a register, and how many rows of a matrix and texts have their sums in registers at once: more sums, or
-// vectors wider than the CPU's, would pass through memory at every addition.
+// The numbers of a register, and how many texts, with some rows of a matrix, or heads, with some keys, have their sums in
+// registers at once: more sums, or vectors wider than the CPU's, would pass through memory at every addition.
 #ifdef __AVX512F__
-constexpr Long LANES = 16, TEXTS = 8;
+constexpr Long LANES = 16, TEXTS = 8, HEADS = 4;
 #else
-constexpr Long LANES = 8, TEXTS = 3;
+constexpr Long LANES = 8, TEXTS = 3, HEADS = 2;
 #endif
 constexpr Long BLOCK = 64, ROWS = 4;
 constexpr Long LINE = 64, AHEAD = 8192, CACHED = 1 << 17;  // bytes
@@ -368,11 +368,13 @@ static inline void tile_rows(const Matrix &m, Long begin, Long first, const Inpu
             for (Long group = 0; group < groups; group++) {
                 const Long row = begin + r * TILE, skipped = std::max<Long>(first - row, 0);
                 const Long texts = std::min(x.count - n - group * TILE, TILE);
-                transpose_tile((Word *)turned, TILE, (const Word *)(sums + (r * groups + group) * TILE * TILE), TILE);
-                for (Long t = 0; t < texts; t++) {
+                const Word *tile = (const Word *)(sums + (r * groups + group) * TILE * TILE);
+                float *into = y + (n + group * TILE) * m.outputs + row;
+                if (texts == TILE && !skipped && !m.bias) { transpose_tile((Word *)into, m.outputs, tile, TILE); continue; }
+                transpose_tile((Word *)turned, TILE, tile, TILE);
+                for (Long t = 0; t < texts; t++, into += m.outputs) {
                     Floats products = load(turned + t * TILE);
                     if (m.bias) products += load(m.bias + row);
-                    float *into = y + (n + group * TILE + t) * m.outputs + row;
                     if (!skipped) store(into, products);
                     else for (Long i = skipped; i < TILE; i++) into[i] = products[i];
                 }
@@ -471,52 +473,78 @@ static void turned(const float *x, Long width, Long half, const float *cos, cons
         }
 }
 
-// The products of a query with R keys in a row.
-template <class T, Long R>
-static inline void score(const T *keys, Long width, const float *q, float *into) {
-    Floats total[R][1] = {};
+// The products of G queries with R keys in a row: those of a query `length` from those of the one before.
+template <class T, Long R, Long G>
+static inline void score(const T *keys, Long width, const float *q, float *into, Long length) {
+    Floats total[R][G] = {};
     for (Long i = 0; i < width; i += LANES) {
-        Floats asked = load(q + i);
+        Floats key[R];
 #pragma GCC unroll 8
-        for (Long r = 0; r < R; r++) total[r][0] += asked * load(keys + r * width + i);
+        for (Long r = 0; r < R; r++) key[r] = load(keys + r * width + i);
+#pragma GCC unroll 8
+        for (Long g = 0; g < G; g++) {
+            Floats asked = in_register(load(q + g * width + i));
+#pragma GCC unroll 8
+            for (Long r = 0; r < R; r++) total[r][g] += asked * key[r];
+        }
     }
-    sum_rows(total, 0, into);
+#pragma GCC unroll 8
+    for (Long g = 0; g < G; g++) sum_rows(total, g, into + g * length);
 }
 
-// The weighted sum of all values, R registers of each.
-template <class T, Long R>
-static inline void mix(const T *values, Long width, Long seen, const float *shares, float whole, float *y) {
-    Floats mixed[R] = {};
+// The weighted sums of all values for G queries, R registers of each.
+template <class T, Long R, Long G>
+static inline void mix(const T *values, Long width, Long seen, const float *shares, Long length, const float *wholes, float *y) {
+    Floats mixed[R][G] = {};
     for (Long s = 0; s < seen; s++) {
+        Floats value[R];
 #pragma GCC unroll 8
-        for (Long r = 0; r < R; r++) mixed[r] += shares[s] * load(values + s * width + r * LANES);
+        for (Long r = 0; r < R; r++) value[r] = load(values + s * width + r * LANES);
+#pragma GCC unroll 8
+        for (Long g = 0; g < G; g++)
+#pragma GCC unroll 8
+            for (Long r = 0; r < R; r++) mixed[r][g] += shares[g * length + s] * value[r];
     }
-    for (Long r = 0; r < R; r++) store(y + r * LANES, mixed[r] / whole);
+    for (Long g = 0; g < G; g++)
+        for (Long r = 0; r < R; r++) store(y + g * width + r * LANES, mixed[r][g] / wholes[g]);
 }
 
-template <class T>
-static void attend(const Model &model, const Layer &layer, const T *keys, const T *values, Long seen, const float *q, const float *sink, float *scores, float *y) {
-    Long width = layer.width, at = 0;
-    for (; at + ROWS <= seen; at += ROWS) score<T, ROWS>(keys + at * width, width, q, scores + at);
-    for (; at < seen; at++) score<T, 1>(keys + at * width, width, q, scores + at);
-    float most = sink ? *sink : -INFINITY;
-    for (Long s = 0; s < seen; s++) {
-        float score = scores[s] * layer.scale;
-        scores[s] = model.softcap ? model.softcap * std::tanh(score / model.softcap) : score;
-        most = std::max(most, scores[s]);
+// Turns the products with `seen` keys into shares; behind them stand zeros. Returns the sum of the shares.
+static float to_shares(const Model &model, float scale, Long seen, const float *sink, float *scores) {
+    const Long end = (seen + LANES - 1) / LANES * LANES;  // `scores` has so much room
+    Floats largest = Floats{} + (sink ? *sink : -INFINITY);
+    for (Long s = 0; s < end; s += LANES) {
+        Floats logits = load(scores + s) * scale;
+        if (model.softcap)
+            for (Long i = 0; i < LANES; i++) logits[i] = model.softcap * std::tanh(logits[i] / model.softcap);
+        for (Long i = seen - s; i < LANES; i++) logits[i] = -INFINITY;
+        store(scores + s, logits);
+        largest = logits > largest ? logits : largest;
     }
+    float most = largest[0];
+    for (Long i = 1; i < LANES; i++) most = std::max(most, largest[i]);
     Floats total = {};
-    for (Long s = 0; s < seen; s += LANES) {
-        for (Long i = seen; i < s + LANES; i++) scores[i] = -INFINITY;
+    for (Long s = 0; s < end; s += LANES) {
         Floats share = exponential(load(scores + s) - most);
-        for (Long i = seen; i < s + LANES; i++) share[i - s] = 0.0f;
+        for (Long i = seen - s; i < LANES; i++) share[i] = 0.0f;
         total += share;
         store(scores + s, share);
     }
-    float whole = sum(total) + (sink ? std::exp(*sink - most) : 0.0f);
+    return sum(total) + (sink ? std::exp(*sink - most) : 0.0f);
+}
+
+// G heads of a text's queries that share keys: their rows in q and y follow each other, and each has its sink.
+template <class T, Long G>
+static void attend(const Model &model, const Layer &layer, const T *keys, const T *values, Long seen, const float *q, const float *sinks,
+                   float *scores, Long length, float *y) {
+    Long width = layer.width, at = 0;
+    for (; at + ROWS <= seen; at += ROWS) score<T, ROWS, G>(keys + at * width, width, q, scores + at, length);
+    for (; at < seen; at++) score<T, 1, G>(keys + at * width, width, q, scores + at, length);
+    float wholes[G];
+    for (Long g = 0; g < G; g++) wholes[g] = to_shares(model, layer.scale, seen, sinks ? sinks + g : nullptr, scores + g * length);
     Long i = 0;
-    for (; i + 4 * LANES <= width; i += 4 * LANES) mix<T, 4>(values + i, width, seen, scores, whole, y + i);
-    for (; i < width; i += LANES) mix<T, 1>(values + i, width, seen, scores, whole, y + i);
+    for (; i + 4 * LANES <= width; i += 4 * LANES) mix<T, 4, G>(values + i, width, seen, scores, length, wholes, y + i);
+    for (; i < width; i += LANES) mix<T, 1, G>(values + i, width, seen, scores, length, wholes, y + i);
 }
 
 // `width` numbers of a token, a multiple of LANES, convolved with those of the tokens before it, whose place it takes.
@@ -821,7 +849,7 @@ static void run(const Model &model, Long count, const Long *slots, const Long *p
         thread = omp_get_thread_num(); team = omp_get_num_threads();
 #endif
         // Each thread keeps the residual stream: norming it again costs less than waiting for another's.
-        std::vector<float> x(embedded, embedded + count * hidden), n(count * hidden), scores(std::max(longest, row));
+        std::vector<float> x(embedded, embedded + count * hidden), n(count * hidden), scores(std::max(HEADS * longest, row));
         std::vector<float> whole(row);
         Inputs of_norm, of_part;  // what the matrices after a norm multiply, and the other ones
         TileUnit unit;
@@ -865,16 +893,23 @@ static void run(const Model &model, Long count, const Long *slots, const Long *p
                                   scores.data(), turned_q.data());
                 }
 #pragma omp barrier
-                items = part_of(count * heads, 1, thread, team);
+                // Heads that share keys are computed together where there is work for all threads. Bits are the same.
+                const Long sharing = heads / kv, together = count * kv >= 4 * team ? std::min(sharing, HEADS) : 1;
+                const Long pieces = (sharing + together - 1) / together;
+                items = part_of(count * kv * pieces, 1, thread, team);
                 for (Long item = items.first; item < items.last; item++) {
-                    Long t = item / heads, head = item % heads;
-                    Long first_key = (slots[t] * kv + head / (heads / kv)) * layer.capacity * width;
-                    float *into = &mixed[item * width];
-                    attend<T>(model, layer, (const T *)layer.keys + first_key, (const T *)layer.values + first_key,
-                              std::min(positions[t] + 1, layer.capacity), &turned_q[item * width],
-                              layer.sinks ? layer.sinks + head : nullptr, scores.data(), into);
+                    const Long t = item / (kv * pieces), kv_head = item / pieces % kv, piece = item % pieces * together;
+                    const Long head = kv_head * sharing + piece, number = std::min(together, sharing - piece);
+                    const Long first_key = (slots[t] * kv + kv_head) * layer.capacity * width;
+                    float *into = &mixed[(t * heads + head) * width];
+                    auto attend_heads = number == 1 ? attend<T, 1> : number == 2 ? attend<T, 2> : number == 3 ? attend<T, 3> : attend<T, 4>;
+                    attend_heads(model, layer, (const T *)layer.keys + first_key, (const T *)layer.values + first_key,
+                                 std::min(positions[t] + 1, layer.capacity), &turned_q[(t * heads + head) * width],
+                                 layer.sinks ? layer.sinks + head : nullptr, scores.data(), longest, into);
                     const float *opened = &q[t * layer.q.outputs + (2 * head + 1) * width];
-                    for (Long i = 0; i < width && layer.gated; i += LANES) store(into + i, load(into + i) * sigmoid(load(opened + i)));
+                    for (Long g = 0; g < number && layer.gated; g++)
+                        for (Long i = g * width; i < (g + 1) * width; i += LANES)
+                            store(into + i, load(into + i) * sigmoid(load(opened + g * width + i)));
                 }
             }
 #pragma omp barrier
