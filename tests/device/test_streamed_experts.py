@@ -13,7 +13,7 @@ import torch
 from plans_for_tests import tiny_plan
 from runs_of_the_loop import assert_same_tensors, prepared_corpus, saved_base
 from steps_for_tests import load_of, small_plan
-from steps_on_device import streamed_plan
+from steps_on_device import batches_of, streamed_plan
 from streamed_experts import decoder_of
 from test_device_memory import peak_bytes_of
 from test_expert_ranks import mixture, oss
@@ -29,6 +29,9 @@ from bloomery.parallel.streamed_experts import StreamedExperts
 from bloomery.plan.estimate.memory import tensor_bytes as tensor_bytes_of
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.schema import Lora, Quantize
+from bloomery.train.objectives.build import build_objective
+from bloomery.train.state import build_state
+from bloomery.train.step import train_step
 from ranks import train
 
 # More layers than buffers: a layer is gone before backward comes to it.
@@ -259,6 +262,30 @@ def test_a_token_brings_the_experts_that_it_chooses(quantize: Quantize | None) -
     common = sum(sizes) - of_matrices
     assert ring.bytes_loaded - before == LAYERS * (2 * of_matrices // COUNT + common)
     assert ring.num_loads == LAYERS + 1
+
+
+DENSE_FIRST = replace(MIXTURE, experts=replace(MIXTURE.experts, layers=(False, True, True, True)))
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_step_loads_what_is_not_there(checkpointing: str, accumulation: int) -> None:
+    """Of three layers with experts the two with which a backward begins, or the next forward, are there."""
+    settings = {"activation_checkpointing": checkpointing, "stream": "experts"}
+    sizes = {"device": "cuda", "micro_batch_size": 1, "accumulation": accumulation}
+    plan = tiny_plan(config=DENSE_FIRST, train=sizes | settings)
+    plan = plan.model_copy(update={"adapter": ATTENTION})
+    state = build_state(plan).model_and_optimizer
+    objective = build_objective(plan)
+    stream = state.model.weight_stream
+    assert isinstance(stream, StreamedExperts)
+    loads = [0]
+    for step in range(3):
+        batches = batches_of(step, plan)
+        train_step(state, batches, objective, plan=plan.train, lr_scale=1.0)
+        loads.append(stream.ring.num_loads)
+    # After an update each is copied again.
+    assert loads == [0, *(step * (2 * accumulation + 2) for step in (1, 2, 3))]
 
 
 # The orders in which a device may run copies and work.

@@ -8,7 +8,7 @@ B bytes.
 
 import mmap
 import os
-import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import final
 
@@ -25,7 +25,16 @@ NAME = "bloomery-weights"  # in /proc/PID/maps
 
 @final
 class _Mapping(mmap.mmap):
-    """A view of the memory in this process. It lives as long as a tensor of it does."""
+    """A view of the memory in this process. It lives as long as a tensor of it does.
+
+    `unpin` is called before it is unmapped, which a finalizer would be called after.
+    """
+
+    unpin: Callable[[], object] | None = None
+
+    def __del__(self) -> None:
+        if self.unpin is not None:
+            self.unpin()
 
 
 def host_leaders(mesh: Mesh) -> list[int]:
@@ -73,7 +82,5 @@ def shared_bytes(num_bytes: int, mesh: Mesh, device: torch.device) -> tuple[Tens
             os.close(own_file)
 
     bytes_B = torch.frombuffer(mapping, dtype=torch.uint8)
-    unpin = pin_host_memory(device, bytes_B.data_ptr(), num_bytes)
-    if unpin is not None:
-        weakref.finalize(mapping, unpin)
+    mapping.unpin = pin_host_memory(device, bytes_B.data_ptr(), num_bytes)
     return bytes_B, is_leader
