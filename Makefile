@@ -75,6 +75,7 @@ soak: triton
 	@$(PY) -m pytest -m soak --timeout=7200
 	@$(PY) tests/device/run.py sample -m soak --timeout=7200
 	@$(PY) tests/device/run.py more --timeout=7200
+	@$(PY) tests/device/run.py --stream 2 streamed --timeout=7200
 	@$(PY) tests/device/run.py --device intel,2,4 tests/device/test_intel.py
 
 bench:

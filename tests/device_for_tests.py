@@ -13,6 +13,16 @@ DEVICE = {"": "cpu", "intel": "xpu"}.get(_vendor, "cuda")
 MEMORY_LIMIT = 3 * 2**30 if SIMULATED else 1
 
 
+# Of plans of tests with `run.py --stream 2`: weights stream, and so many micro-batches share each load of a layer.
+STREAM = {}
+if _together := os.environ.get("BLOOMERY_TESTS_STREAM"):
+    STREAM = {
+        "stream": "layers",
+        "stream_micro_batches": int(_together),
+        "activation_checkpointing": "full",
+    }
+
+
 def on_device(plan):
     """A plan that was resolved for a CPU, for the device of the tests: without the kernels that only a CPU has."""
     if not SIMULATED:
@@ -21,7 +31,7 @@ def on_device(plan):
     changes = {
         "model": {"attention": attention, "scores": "torch"},
         "data": {"pin_memory": True},
-        "train": {"device": DEVICE},
+        "train": {"device": DEVICE, **STREAM},
         "memory": {"limit": MEMORY_LIMIT},
     }
     return plan.model_copy(

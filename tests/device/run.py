@@ -1,8 +1,11 @@
-"""Runs tests on the simulated device: python tests/device/run.py [--device DEVICE] [--current 1] [arguments of pytest].
+"""Runs tests on the simulated device: python tests/device/run.py [--device DEVICE] [--current 1] [--stream N] [others].
 
-DEVICE is what `simulated_cards` reads: nvidia,2,4 or "amd:RX 6700 XT,1,12". With --build it only compiles;
-`sample` among the arguments is this folder and a test of another, which `make test` runs; `more` is tests of others.
-With --current 1 the process of the tests uses the second device, as rank 1 does, and the first one must stay empty.
+DEVICE is what `simulated_cards` reads: nvidia,2,4 or "amd:RX 6700 XT,1,12". With --build it only compiles. With
+--current 1 the process of the tests uses the second device, as rank 1 does, and the first one must stay empty. With
+--stream N weights of plans of tests stream from the host, and N micro-batches share each load of a layer.
+
+Other arguments are pytest's. Of them `sample` is this folder and a test of another, which `make test` runs; `more` is
+tests of others; `streamed` is those that hold with --stream.
 """
 
 import os
@@ -36,6 +39,18 @@ MORE = (
     "evals",
 )
 
+# What `run.py --stream 2 streamed` runs, for `make soak`: objectives, kinds of models, resumed runs, all bitwise.
+STREAMED = (
+    "train/test_gemma4_runs.py",
+    "train/test_hybrid_runs.py",
+    "train/test_mixture_runs.py",
+    "train/test_ppo_runs.py",
+    "train/test_preference_runs.py",
+    "train/test_rollouts.py",
+    RESUMED,
+)
+ON_SEVERAL_RANKS = ("ranks", "shards", "copies", "pipeline")  # in the names of tests
+
 arguments = sys.argv[1:]
 chosen = "amd,2,4"
 if arguments[:1] == ["--device"]:
@@ -43,6 +58,9 @@ if arguments[:1] == ["--device"]:
     arguments = arguments[2:]
 if arguments[:1] == ["--current"]:
     os.environ["BLOOMERY_SIMULATED_CURRENT"] = arguments[1]
+    arguments = arguments[2:]
+if arguments[:1] == ["--stream"]:
+    os.environ["BLOOMERY_TESTS_STREAM"] = arguments[1]
     arguments = arguments[2:]
 reason = simulated.why_not()
 if reason:
@@ -60,6 +78,10 @@ if "sample" in arguments:
 if "more" in arguments:
     arguments.remove("more")
     arguments += [*(str(here.parent / test) for test in MORE), "-rs"]
+if "streamed" in arguments:
+    arguments.remove("streamed")
+    arguments += [str(here.parent / test) for test in STREAMED]
+    arguments += ["-k", " and ".join(f"not {name}" for name in ON_SEVERAL_RANKS)]
 arguments = arguments or [str(here)]
 plugin = ["-p", "simulated_reports"]
 os.execv(sys.executable, [sys.executable, "-m", "pytest", *plugin, *arguments])

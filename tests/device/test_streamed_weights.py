@@ -8,7 +8,7 @@ import pytest
 import simulated
 import torch
 from plans_for_tests import tiny_plan
-from runs_of_the_loop import CONFIG, assert_same_tensors, prepared_corpus, saved_base
+from runs_of_the_loop import CONFIG, Run, assert_same_tensors, prepared_corpus, saved_base
 from safetensors.torch import load_file
 
 from bloomery.monitor.events import EvalDone, StepDone
@@ -115,3 +115,17 @@ def test_the_bits_are_those_of_weights_on_the_device(
     assert len(losses) >= 5
     assert streamed_losses == losses
     assert_same_tensors(streamed, tensors)
+
+
+def test_the_check_before_the_first_step_knows_weights_that_stream(
+    corpus: Path, tmp_path: Path
+) -> None:
+    """Its small model has its weights on the device: its parts are computed one by one."""
+    train = {
+        "steps": 1,
+        "stream": "layers",
+        "stream_micro_batches": 2,
+        "activation_checkpointing": "full",
+    }
+    plan = tiny_plan(corpus, config=CONFIG, train=train)
+    assert Run(plan, tmp_path / "run").outcome == "done"

@@ -23,6 +23,7 @@ from bloomery.model.compiled_step import COMPUTED_FACTS, CompiledStep, compile_s
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import fresh_decoder, load_decoder, quantize_model
 from bloomery.model.native import Uncompiled, library
+from bloomery.parallel.streamed import StreamedWeights
 from bloomery.recipe.schema import Lora, Quantize
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
@@ -407,6 +408,13 @@ def test_a_model_that_the_step_cannot_compute_is_refused_by_name(
         placed = replace(MIXTURE, experts=experts, norm_placement="both")
         with pytest.raises(Uncompiled, match="norms"):
             CompiledStep(fresh_decoder(placed, seed=0))
+    # It would move weights out of the memory that they stream from.
+    with torch.device("meta"):
+        streamed = Decoder(decoder.config)
+    streamed.weight_stream = StreamedWeights(streamed, torch.device("cpu"))
+    streamed.weight_stream.allocate()
+    with pytest.raises(Uncompiled, match="stream"):
+        CompiledStep(streamed)
     monkeypatch.setattr(compiled_step, "LEAST", 0)
     monkeypatch.setenv("PATH", str(tmp_path))
     compiled_step._code.cache_clear()

@@ -19,7 +19,7 @@ from bloomery.plan.types import (
     SamplePlan,
     TrainPlan,
 )
-from device_for_tests import DEVICE, MEMORY_LIMIT, SIMULATED
+from device_for_tests import DEVICE, MEMORY_LIMIT, SIMULATED, STREAM
 
 # models this small are slower on two threads, and much slower on a busy machine
 torch.set_num_threads(1)
@@ -115,12 +115,12 @@ def tiny_plan(prepared: Path = Path(), *, config: ModelConfig | None = None, **s
             accumulation=2,
             precision="float32",
             compile=False,
-            activation_checkpointing="none",
             max_grad_norm=1.0,
             seed=0,
             deterministic=False,
             threads=1,
             device=DEVICE,
+            **{"activation_checkpointing": "none", **STREAM},
         ),
         "checkpoint": CheckpointPlan(every_steps=3, keep=2, async_save=False),
         "eval": EvalPlan(

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from plans_for_tests import tiny_config, tiny_plan
+from plans_for_tests import sharing_config, tiny_config, tiny_plan
+from test_hybrid_runs import CONVOLUTIONS, HYBRID
 from test_step import OBJECTIVE, batch
 
 from bloomery.facts.config import Experts
@@ -16,6 +17,7 @@ from bloomery.train.state import build_state
 from bloomery.train.step import StepResult, train_step
 
 LORA = Lora(kind="lora", rank=4, alpha=8.0, target_modules=["q_proj", "down_proj"], dropout=0.1)
+CONVOLVED = LORA.model_copy(update={"target_modules": ["all-linear"]})
 UNTIED = tiny_config(tie_embeddings=False, residual_dropout=0.1, embedding_dropout=0.1)
 MIXTURE = tiny_config(
     family="qwen3_moe",
@@ -36,6 +38,10 @@ CASES = {
         "adapter": LORA.model_copy(update={"modules_to_save": ["lm_head", "embed_tokens"]}),
     },
     "mixture": {"config": MIXTURE, "train": {"router": RouterPlan(loss=0.5, z_loss=0.25)}},
+    "keys of another layer": {"config": replace(sharing_config(), tie_embeddings=False)},
+    "keys of another layer, lora": {"config": sharing_config(), "adapter": LORA},
+    "delta nets": {"config": tiny_config(**HYBRID | {"tie_embeddings": False})},
+    "short convolutions, lora": {"config": tiny_config(**CONVOLUTIONS), "adapter": CONVOLVED},
     "mixture, counts of micro-batches": {
         "config": MIXTURE,
         "train": {"router": RouterPlan(loss=0.5, counts="micro_batch")},
@@ -77,7 +83,10 @@ def steps_of(case: dict, *, together: int | None, num_steps: int = 2, offload: b
     return results, tensors, state.model.weight_stream
 
 
-@pytest.mark.parametrize("together", [1, 2, 5])
+@pytest.mark.parametrize(
+    "together",
+    [pytest.param(1, marks=pytest.mark.soak), 2, pytest.param(5, marks=pytest.mark.soak)],
+)
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_has_the_bits_of_one_micro_batch_after_the_other(name: str, together: int) -> None:
     results, tensors, _ = steps_of(CASES[name], together=together)

@@ -145,7 +145,7 @@ def compile_step(decoder: Decoder, on_load: Callable[[str], None]) -> None:
     The decoder's weights must not change afterwards.
     """
     size = sum(tensor.nbytes for tensor in (*decoder.parameters(), *decoder.buffers()))
-    if decoder.model.embed_tokens.weight.device.type != "cpu" or size < LEAST:
+    if decoder.device.type != "cpu" or size < LEAST:
         return
     try:
         decoder.step = CompiledStep(decoder)
@@ -539,8 +539,10 @@ def _unsupported(decoder: Decoder) -> str | None:
     body = decoder.model
     if not isinstance(body, Backbone) or config.head != "tokens":
         return "its layers are not Bloomery's"
-    if body.embed_tokens.weight.device.type != "cpu":
+    if decoder.device.type != "cpu":
         return "it is not on a CPU"
+    if decoder.weight_stream is not None:
+        return "its weights stream"
     if config.activation == "xielu":
         return "its activation has numbers of its own"
     if config.head_gate:
