@@ -84,6 +84,31 @@ def test_the_bits_are_those_of_pytorchs_operations(
         assert torch.equal(state, expected)
 
 
+@pytest.mark.parametrize("state_dtype", STATES)
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_clipping_needs_no_pass_of_its_own(dtype: torch.dtype, state_dtype: str) -> None:
+    """The bits are those of gradients that were scaled in place, which rounds them to their dtype."""
+    mine, theirs = Some(dtype), Some(dtype)
+    ours, torchs = (
+        optimizer_of(model, state_dtype, stochastic=dtype == HALF, compiled=compiled)
+        for model, compiled in ((mine, True), (theirs, False))
+    )
+    for step in range(3):
+        give(mine, step)
+        give(theirs, step)
+        before = [parameter.grad.clone() for parameter in mine.parameters()]
+        ours.step_scaled(0.3)
+        torchs.step_scaled(0.3)
+        for parameter, other, old in zip(
+            mine.parameters(), theirs.parameters(), before, strict=True
+        ):
+            assert torch.equal(parameter.grad, old)
+            assert not torch.equal(other.grad, old)
+    assert same(mine, theirs)
+    for state, expected in zip(states_of(mine, ours), states_of(theirs, torchs), strict=True):
+        assert torch.equal(state, expected)
+
+
 @pytest.mark.parametrize("count", [1, 16, 1247, 5000])
 def test_random_bits_are_those_of_pytorchs_generator(count: int) -> None:
     seed = 2**62 + 12345

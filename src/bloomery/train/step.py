@@ -29,7 +29,7 @@ from bloomery.train.objectives.build import Objective
 from bloomery.train.objectives.losses import LARGEST, LEAST, LossParts, joined_metrics
 from bloomery.train.optim.average import WeightAverage
 from bloomery.train.optim.build import OptimizersContainer
-from bloomery.train.optim.common import float32_norm
+from bloomery.train.optim.common import float32_norm, scale_gradients
 
 LOADS = "loads"  # among the sums of metrics: those of `StepLoad`
 
@@ -381,12 +381,14 @@ def train_step(
 
     # 4. Clip and update, unless the step is not finite. `updating` stays True where the update is interrupted.
     if result.taken and not optimizer.fused_backward:
-        clip = clip_factor(grad_norm, plan.max_grad_norm)
-        scale_gradients(map(local, gradients.values()), clip / scale_factor)
+        factor = clip_factor(grad_norm, plan.max_grad_norm) / scale_factor
+        if peft_adapter is not None:  # it reads the gradients after the update
+            scale_gradients([local(gradient) for gradient in gradients.values()], factor)
+            factor = 1.0
         health_check = model_and_optimizer.health_check
         model_and_optimizer.updating = True
         with nullcontext() if health_check is None else health_check.watching():
-            optimizer.step(lr_scale)
+            optimizer.step(lr_scale, gradient_factor=factor)
         if peft_adapter is not None:
             peft_adapter.after_update()
         if model.weight_stream is not None:
@@ -547,10 +549,3 @@ def _float32_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
 def clip_factor(norm: float, clip: float | None) -> float:
     """The factor of torch.nn.utils.clip_grad_norm_."""
     return 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
-
-
-def scale_gradients(gradients: Iterable[Tensor], factor: float) -> None:
-    """In place; a factor of 1 skips the pass over memory."""
-    scaled_gradients = list(gradients) if factor != 1.0 else []
-    if scaled_gradients:
-        torch._foreach_mul_(scaled_gradients, factor)

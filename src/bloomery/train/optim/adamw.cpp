@@ -188,10 +188,12 @@ static inline void put_upper(Half *into, Words x, Long count) {
     else if (count > 0) memcpy(into, &halves, count * sizeof *into);
 }
 static inline void put_nearest(float *into, Floats x, Long count) { put_some(into, x, count); }
-static inline void put_nearest(Half *into, Floats x, Long count) {
+static inline Words nearest_words(Floats x) {  // of bfloat16, in the upper halves
     Words y; memcpy(&y, &x, sizeof y);
-    put_upper(into, y + 0x7fff + ((y >> 16) & 1), count);
+    return y + 0x7fff + ((y >> 16) & 1);
 }
+static inline Floats nearest(Floats x) { return bits(nearest_words(x) & 0xffff0000u); }
+static inline void put_nearest(Half *into, Floats x, Long count) { put_upper(into, nearest_words(x), count); }
 static inline void put_random(Half *into, Floats x, RandomBits &random, Long count) {
     const Floats infinity = all(INFINITY);
     x = x == x ? x : infinity;  // the bits of NaN could overflow to zero
@@ -236,10 +238,13 @@ struct Adam {
     Long count, piece;
     float first_weight, second_weight;    // of the gradient and its square
     float correction, eps, rate, kept, factor;
+    int rounds_gradients;                 // to their dtype, once they are multiplied by the factor
 };
 
 template <class W> static inline Floats gradient_at(const Adam &call, Long n, Long count) {
-    return some((const W *)call.gradients + n, count) * call.factor;
+    Floats gradient = some((const W *)call.gradients + n, count) * call.factor;
+    if (std::is_same<W, Half>::value && call.rounds_gradients) gradient = nearest(gradient);
+    return gradient;
 }
 template <class W, bool RANDOM>
 static inline void move_weights(const Adam &call, Long n, Long count, Floats first, Floats second, RandomBits *random) {

@@ -24,10 +24,12 @@ from bloomery.train.optim.common import (
     batches_of,
     concatenated,
     decay_groups,
+    factor_in,
     float32_gradient,
     gated,
     increment_step,
     parameters_with_state,
+    scale_gradients,
     square_root_,
     zero_step,
 )
@@ -212,13 +214,20 @@ class ChunkedAdamW(torch.optim.Optimizer):
                 placement.expect({(parameter, slot): value for slot, value in empty.items()})
                 self._compiles(parameter)  # the code is compiled now, so that no step waits for it
 
-    @torch.no_grad()
     def step(  # type: ignore[override]  # torch's takes a closure that computes the loss
         self,
         closure: None = None,  # noqa: ARG002 (torch's, unused)
         *,
         gate: Gate | None = None,
     ) -> None:
+        self._step(gate, 1.0)
+
+    def step_scaled(self, factor: float) -> None:
+        """One update by the gradients times a factor, which may be scaled in place."""
+        self._step(None, factor)
+
+    @torch.no_grad()
+    def _step(self, gate: Gate | None, factor: float) -> None:
         for group in self.param_groups:
             parameters = parameters_with_state(self, group, self._initial_state)
             for parameter in parameters:
@@ -226,9 +235,10 @@ class ChunkedAdamW(torch.optim.Optimizer):
             in_torch = list[nn.Parameter]()
             for parameter in parameters:
                 if self._compiles(parameter):
-                    self._update_compiled(parameter, group, gate)
+                    self._update_compiled(parameter, group, gate, factor)
                 else:
                     in_torch.append(parameter)
+            scale_gradients([p.grad for p in in_torch if p.grad is not None], factor)
             for batch in batches_of(in_torch, self._batch_key, nn.Parameter.numel, self._rounding):
                 self._update(batch, group, gate)
 
@@ -314,8 +324,9 @@ class ChunkedAdamW(torch.optim.Optimizer):
         )
 
     def _update_compiled(
-        self, parameter: nn.Parameter, group: dict[str, Any], gate: Gate | None
+        self, parameter: nn.Parameter, group: dict[str, Any], gate: Gate | None, factor: float
     ) -> None:
+        """`factor`: of the gradient, which is rounded to its dtype as if it were scaled in place."""
         if gate is not None and not gate.open:
             return
         assert parameter.grad is not None
@@ -332,7 +343,7 @@ class ChunkedAdamW(torch.optim.Optimizer):
             eps=group["eps"],
             rate=gated(-lr / (1 - beta1**step), gate),
             kept=1 - gated(lr * group["weight_decay"], gate),
-            factor=1.0 if gate is None else float(gate.factor),
+            factor=factor_in(parameter.dtype, factor) if gate is None else float(gate.factor),
         )
         piece = self._rounding.piece_size(parameter.device)
         at_random = self._rounding.stochastic and parameter.dtype == torch.bfloat16
@@ -354,6 +365,7 @@ class ChunkedAdamW(torch.optim.Optimizer):
             piece=piece,
             seeds=seeds,
             at_random=at_random,
+            rounds_gradients=gate is None and factor != 1.0,
         )
 
     def _update(self, batch: list[nn.Parameter], group: dict[str, Any], gate: Gate | None) -> None:

@@ -22,7 +22,7 @@ from bloomery.model.io.parameters import local, rows_of
 from bloomery.model.io.safetensors import StoredPart
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.types import OptimizerPlan
-from bloomery.train.optim.common import Rounding, Shards, State
+from bloomery.train.optim.common import Rounding, Shards, State, scale_gradients
 from bloomery.train.optim.fused_backward import FusedBackward, GatedOptimizer, head_weights_of
 from bloomery.train.optim.placement import StatePlacement
 from bloomery.train.optim.registry import code_of
@@ -50,6 +50,15 @@ class OwnStateFormat(Protocol):
 
     def settle(self) -> None:
         """Wait until the host can read every state."""
+        ...
+
+
+@runtime_checkable
+class ScalingOptimizer(Protocol):
+    """An optimizer that need not pass over memory to scale gradients before its update."""
+
+    def step_scaled(self, factor: float) -> None:
+        """One update by the gradients times a factor, which may be scaled in place."""
         ...
 
 
@@ -111,8 +120,11 @@ class OptimizersContainer:
         """A step is `begin_step`, backward, `finish_step` instead of backward, `step`."""
         return self._backward is not None
 
-    def step(self, lr_scale: float) -> None:
-        """One update at `lr_scale` times each peak learning rate."""
+    def step(self, lr_scale: float, *, gradient_factor: float = 1.0) -> None:
+        """One update at `lr_scale` times each peak learning rate, by the gradients times a factor.
+
+        Afterwards some of them may be scaled in place, and others as they were.
+        """
         self._set_learning_rate(lr_scale)
         # FSDP2 may have moved its shards, and each backward makes new gradients: the plain tensors of the members
         # become this rank's rows of both.
@@ -121,6 +133,11 @@ class OptimizersContainer:
                 shard.data = local(parameter)
                 shard.grad = None if parameter.grad is None else local(parameter.grad)
         for member in self._members:
+            if isinstance(member, ScalingOptimizer):
+                member.step_scaled(gradient_factor)
+                continue
+            parameters = [p for group in member.param_groups for p in group["params"]]
+            scale_gradients([p.grad for p in parameters if p.grad is not None], gradient_factor)
             member.step()
         self._placement.release_sent()
 

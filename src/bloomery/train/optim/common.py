@@ -105,6 +105,17 @@ def float32_gradient(gradient: Tensor, gate: Gate | None) -> Tensor:
     return exact if gate is None else gate.scaled(exact)
 
 
+def scale_gradients(gradients: list[Tensor], factor: float) -> None:
+    """In place; a factor of 1 skips the pass over memory."""
+    if gradients and factor != 1.0:
+        torch._foreach_mul_(gradients, factor)
+
+
+def factor_in(dtype: torch.dtype, factor: float) -> float:
+    """The factor of `scale_gradients` on a CPU, where PyTorch rounds it to the dtype of the gradients."""
+    return float(torch.tensor(factor, dtype=dtype))
+
+
 def gated(rate: float, gate: Gate | None) -> Any:
     """`rate`, zero behind a closed gate."""
     return rate if gate is None else gate.open * rate

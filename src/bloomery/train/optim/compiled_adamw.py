@@ -37,6 +37,7 @@ class _Adam(Structure):
         *((name, c_int64) for name in ("count", "piece")),
         *((name, c_float) for name in ("first_weight", "second_weight", "correction", "eps")),
         *((name, c_float) for name in ("rate", "kept", "factor")),
+        ("rounds_gradients", c_int),
     )
 
 
@@ -94,11 +95,13 @@ def update(
     piece: int,
     seeds: Sequence[int],
     at_random: bool,
+    rounds_gradients: bool = False,
 ) -> None:
     """Update weights and both moments in place.
 
     `moments`: the stored tensors of each, one, or levels and scales. `seeds`: of each piece of `piece` values three, of
     the bits that round weights and both moments at random. `at_random`: whether weights are rounded so.
+    `rounds_gradients`: to their dtype, to the nearest, after they are multiplied by `rates.factor`.
     """
     (first, *first_scales), (second, *second_scales) = moments
     tensors = [weights, gradients, first, second, *first_scales, *second_scales]
@@ -115,6 +118,7 @@ def update(
         seeds=addressof(words),
         count=weights.numel(),
         piece=piece,
+        rounds_gradients=rounds_gradients,
         **rates._asdict(),
     )
     _code().adamw(
