@@ -8,9 +8,11 @@ from packed_documents import documents, gradients_of, packed
 from tiny_models import saved_reference
 from torch.testing import assert_close
 
-from bloomery.model.cache import Cache
+from bloomery.facts.counting import layers
+from bloomery.model.cache import Cache, LayerCache
 from bloomery.model.io.stored import tensor_locations
 from bloomery.model.io.weights import load_decoder
+from bloomery.model.mixers.latent_attention import LatentAttention
 
 # Held against transformers document by document in their own test (`test_experts`), which names their parameters.
 MIXTURES = ("qwen2-moe", "qwen3-next", "qwen3.5-moe", "lfm2-moe", "ernie4.5-moe", "gemma4-26b-a4b")
@@ -93,3 +95,43 @@ def test_the_cache_continues_a_text(case: str, tmp_path: Path) -> None:
         cache.rows = range(2)
         logits = [decoder(piece, cache=cache).head for piece in tokens.split(list(pieces), 1)]
         assert_close(torch.cat(logits, 1), expected, atol=1e-12, rtol=0)
+        cached = sum(
+            tensor.numel()
+            for layer in cache.layers
+            if isinstance(layer, LayerCache)
+            for tensor in (layer.keys, layer.values)
+            if tensor is not None
+        )
+        of_attention = [layer for layer in layers(decoder.config) if layer.mixer == "attention"]
+        assert cached == 2 * sum(layer.cached_bytes(40, 1) for layer in of_attention)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["deepseek-v3", "deepseek-v2", "glm4-moe-lite"])
+def test_latents_of_texts_of_several_lengths_are_read_as_keys_are_made(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One new token of each text: latent vectors as they are, and keys and values of each head made of them."""
+    saved_reference(case, tmp_path)
+    decoder = load_decoder(tmp_path).double()
+    tokens = torch.randint(3, 131, (2, 20), generator=torch.Generator().manual_seed(2))
+    lengths = (7, 13)
+    expected = [
+        decoder(row[None, : n + 1]).head[:, -1] for row, n in zip(tokens, lengths, strict=True)
+    ]
+    asked = []
+    for reads in (True, False):
+
+        def answers(*_: object, reads: bool = reads) -> bool:
+            asked.append(reads)
+            return reads
+
+        monkeypatch.setattr(LatentAttention, "reads_latents", answers)
+        cache = Cache(decoder.config, 20, slots=2)
+        for row, length in enumerate(lengths):
+            cache.rows = range(row, row + 1)
+            decoder(tokens[row : row + 1, :length], cache=cache)
+        cache.rows = range(2)
+        new = torch.stack([row[n] for row, n in zip(tokens, lengths, strict=True)])[:, None]
+        assert_close(decoder(new, cache=cache).head[:, -1], torch.cat(expected), atol=1e-12, rtol=0)
+    assert set(asked) == {True, False}

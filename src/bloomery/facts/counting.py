@@ -161,6 +161,9 @@ class Layer:
         if self.short_convolution is not None:
             return itemsize * (self.short_convolution.kernel - 1) * self.hidden_size
         seen_tokens = tokens if self.window is None else min(tokens, self.window)
+        if self.latent_attention is not None:
+            latent = self.latent_attention
+            return itemsize * (latent.rank + latent.rotary_width) * seen_tokens
         return itemsize * 2 * self.key_width * seen_tokens
 
     def mixer_flops(self, sequence_length: int) -> float:

@@ -34,7 +34,10 @@ class VisiblePast(NamedTuple):
 
 @final
 class LayerCache:
-    """One layer's keys and values [slots, K, capacity, E]; with a window, a ring of those that later queries see."""
+    """One layer's keys and values [slots, K, capacity, E]; with a window, a ring of those that later queries see.
+
+    Values may have another width, and none where they are made of the keys.
+    """
 
     def __init__(self, cache: "Cache", window: int | None) -> None:
         self.cache = cache
@@ -48,21 +51,25 @@ class LayerCache:
         """Whether new keys replace old ones."""
         return self.capacity < self.cache.capacity
 
-    def memory(self, heads: int, width: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values, both [slots, heads, capacity, width].
+    def memory(
+        self, heads: int, width: int, like: Tensor, value_width: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """All keys and values, [slots, heads, capacity, width]; values as wide as keys unless `value_width` is stated.
 
         The first call makes them, in the dtype and on the device of `like`.
         """
         if self.keys is None or self.values is None:
             # Zeros: masked keys still are multiplied, and memory may hold NaN.
-            shape = self.cache.slots, heads, self.capacity, width
-            self.keys = like.new_zeros(shape)
-            self.values = like.new_zeros(shape)
+            shape = self.cache.slots, heads, self.capacity
+            self.keys = like.new_zeros(*shape, width)
+            self.values = like.new_zeros(*shape, width if value_width is None else value_width)
         return self.keys, self.values
 
     def extend(self, k_BKTE: Tensor, v_BKTE: Tensor) -> VisiblePast:
         """Appends to the cache's current slots, and returns what the new queries see."""
-        all_keys, all_values = self.memory(k_BKTE.shape[1], k_BKTE.shape[3], k_BKTE)
+        all_keys, all_values = self.memory(
+            k_BKTE.shape[1], k_BKTE.shape[3], k_BKTE, v_BKTE.shape[3]
+        )
         rows = self.cache.rows
         count = k_BKTE.shape[2]
         device = k_BKTE.device
@@ -116,7 +123,8 @@ class LayerCache:
         """Makes each of the slots `rows` the first `length` tokens of a slot of another cache."""
         if source.keys is None or source.values is None:  # a layer that uses the keys of another
             return
-        keys, values = self.memory(source.keys.shape[1], source.keys.shape[3], source.keys)
+        _, heads, _, width = source.keys.shape
+        keys, values = self.memory(heads, width, source.keys, source.values.shape[3])
         num_keys = min(length, source.capacity)  # a sliding window keeps the last ones
         keys[rows.start : rows.stop, :, :num_keys] = source.keys[source_slot, :, :num_keys]
         values[rows.start : rows.stop, :, :num_keys] = source.values[source_slot, :, :num_keys]
