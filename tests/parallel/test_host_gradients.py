@@ -124,3 +124,30 @@ def test_an_error_of_the_thread_is_raised_where_the_step_waits(
     sums.send(layer, gradients_of(layer, 2))
     with pytest.raises(RuntimeError, match="the copy has failed"):
         sums.settle()
+
+
+@pytest.mark.parametrize("placement", ["pinned", "staged"])
+def test_what_is_in_no_layer_needs_no_staging_buffer(
+    placement: HostPlacement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An embedding is larger than many layers."""
+    requested: list[int] = []
+
+    def noted(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+        requested.extend(tensor.nbytes for tensor in tensors)
+        return pinned_all(tensors, device)
+
+    monkeypatch.setattr(host_gradients, "pinned_all", noted)
+    layer, outer = a_layer(torch.float32), a_layer(torch.float32)
+    outer.num_bytes *= 10
+    sums = HostGradients([layer], CPU, placement, outer=outer)
+    for micro_batch in range(3):
+        sums.send(layer, gradients_of(layer, micro_batch))
+    for micro_batch in range(2):
+        sums.send(outer, gradients_of(outer, micro_batch))
+    sums.settle()
+    assert set(requested) == {layer.num_bytes}
+    for place, one, other in zip(
+        outer.places, gradients_of(outer, 0), gradients_of(outer, 1), strict=True
+    ):
+        assert torch.equal(place.tensor.grad, one + other)

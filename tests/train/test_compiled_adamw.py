@@ -149,6 +149,16 @@ def test_numbers_that_are_not_finite_stay_so() -> None:
     assert compiled_rounding_agrees()
 
 
+def test_seeds_of_pieces_are_those_of_each() -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    rounding = Rounding({parameter: "layers.0.weight"}, 7, stochastic=True)
+    for slot in ((), ("exp_avg",)):
+        seeds = rounding.seeds_of_pieces(parameter, 12, range(0, 5000, 1024), *slot)
+        assert seeds == [
+            rounding.seed_of(parameter, 12, start, *slot) for start in range(0, 5000, 1024)
+        ]
+
+
 def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optim_pieces, "CPU_PIECE", 1024)
     threads = torch.get_num_threads()

@@ -33,10 +33,18 @@ class HostGradients:
         layers: Sequence[HostLayer],
         device: torch.device,
         placement: HostPlacement = "pinned",
+        *,
+        outer: HostLayer | None = None,
     ) -> None:
-        """`placement`: of the sums. Where they are not pinned, the first gradients pass through staging, too."""
+        """`placement`: of the sums. Where they are not pinned, the first gradients pass through staging, too.
+
+        `outer`: what is in no layer. It is sent once a step, and may be much larger than a layer: no staging buffer has
+        its size.
+        """
         self._placement = placement
-        self._layers = layers
+        self._layers = [*layers, *([] if outer is None else [outer])]
+        self._outer = outer
+        self._largest = max(layers, key=lambda layer: layer.num_bytes)
         self._device = device
         self._copies = CopyStream()
         self._sums = dict[HostLayer, Tensor]()  # [B] each
@@ -61,8 +69,12 @@ class HostGradients:
         if not first and not later:
             return
 
-        # A step that an error has ended may have left additions, which must not come after the first of this one.
         are_staged = self._placement != "pinned"
+        if layer is self._outer and (are_staged or later):
+            self._take_at_once(first, later)
+            return
+
+        # A step that an error has ended may have left additions, which must not come after the first of this one.
         if first and not are_staged:
             self._finish_additions()
         sent = [gradient for _, gradient in (*first, *later)]
@@ -84,6 +96,19 @@ class HostGradients:
         self._being_added.append(
             self._adder.submit(self._add, under_way, copied, staged(later), buffer_B)
         )
+
+    @torch.no_grad()
+    def _take_at_once(
+        self, first: Sequence[tuple[Place, Tensor]], later: Sequence[tuple[Place, Tensor]]
+    ) -> None:
+        """The host waits for the copies."""
+        self._finish_additions()
+        for place, gradient in first:
+            assert place.tensor.grad is not None
+            place.tensor.grad.copy_(gradient)
+        for place, gradient in later:
+            assert place.tensor.grad is not None
+            place.tensor.grad += gradient.cpu()
 
     def settle(self) -> None:
         """Return when all gradients that were sent are in their sums."""
@@ -121,8 +146,7 @@ class HostGradients:
         """A staging buffer [B] that nothing is in; waits for an addition where all are in use."""
         if self._num_buffers < STREAM_STAGED:
             self._num_buffers += 1
-            largest = max(self._layers, key=lambda layer: layer.num_bytes)
-            (buffer_B,) = pinned_all([largest.without_data()], self._device)
+            (buffer_B,) = pinned_all([self._largest.without_data()], self._device)
             return buffer_B
         return self._free_buffers.get()
 

@@ -231,7 +231,9 @@ class StreamedWeights:
         ]
         self.ring = LayerRing(self._layers, self.device, self._num_buffers, self._placement)
         if self._in_full:
-            self._gradients = HostGradients(layers, self.device, self._placement)
+            self._gradients = HostGradients(
+                self._layers, self.device, self._placement, outer=self._outer
+            )
 
     def _outer_of(self, model: Decoder) -> HostLayer:
         """All parameters outside of layers; one that two modules share is in it once."""

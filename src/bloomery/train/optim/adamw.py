@@ -347,13 +347,15 @@ class ChunkedAdamW(torch.optim.Optimizer):
         )
         piece = self._rounding.piece_size(parameter.device)
         at_random = self._rounding.stochastic and parameter.dtype == torch.bfloat16
+        starts = range(0, parameter.numel(), piece)
         slots = (
             () if at_random else None,
             *((moment.slot,) if moment.dtype_name == "bfloat16" else None for moment in formats),
         )
         seeds = [
-            0 if slot is None else self._rounding.seed_of(parameter, step, start, *slot)
-            for start in range(0, parameter.numel(), piece)
+            [0] * len(starts)
+            if slot is None
+            else self._rounding.seeds_of_pieces(parameter, step, starts, *slot)
             for slot in slots
         ]
         compiled_adamw.update(

@@ -19,13 +19,14 @@ from bloomery.train.optim import compiled_adamw
 
 State = dict[str, Tensor]
 HALF_OF_LOWER_BITS = 1 << 15
+SEED_BYTES = 8
 ROOTS_AT_ONCE = 2**13  # values of a CPU, as float64 between
 
 
 def seed_from(*parts: int | str) -> int:
     """A 63-bit seed from strings and integers."""
     text = "\0".join(map(str, parts)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+    return int.from_bytes(hashlib.blake2b(text, digest_size=SEED_BYTES).digest(), "little") >> 1
 
 
 def random_bits(count: int, *, seed: int, device: torch.device) -> Tensor:
@@ -173,6 +174,20 @@ class Rounding:
     def seed_of(self, parameter: nn.Parameter, step: int, start: int, *slot: str) -> int:
         """Of the random bits of a piece of a parameter that begins at `start`; `slot`: of one of its states."""
         return seed_from(self.seed, self.names[parameter], step, start, *slot)
+
+    def seeds_of_pieces(
+        self, parameter: nn.Parameter, step: int, starts: Iterable[int], *slot: str
+    ) -> list[int]:
+        """`seed_of` each piece, in half the time: what they share is hashed once."""
+        shared = "\0".join(map(str, (self.seed, self.names[parameter], step, ""))).encode()
+        end = "\0".join(("", *slot)).encode()
+        hash_of_shared = hashlib.blake2b(shared, digest_size=SEED_BYTES)
+        seeds = []
+        for start in starts:
+            of_piece = hash_of_shared.copy()
+            of_piece.update(b"%d%b" % (start, end))
+            seeds.append(int.from_bytes(of_piece.digest(), "little") >> 1)
+        return seeds
 
     def to_bfloat16(
         self, exact: Tensor, parameter: nn.Parameter, step: int, start: int, *slot: str

@@ -93,21 +93,22 @@ def update(
     kind: Moments,
     rates: AdamRates,
     piece: int,
-    seeds: Sequence[int],
+    seeds: Sequence[Sequence[int]],
     at_random: bool,
     rounds_gradients: bool = False,
 ) -> None:
     """Update weights and both moments in place.
 
-    `moments`: the stored tensors of each, one, or levels and scales. `seeds`: of each piece of `piece` values three, of
-    the bits that round weights and both moments at random. `at_random`: whether weights are rounded so.
+    `moments`: the stored tensors of each, one, or levels and scales. `seeds`: three lists, by piece of `piece` values,
+    of the bits that round weights and both moments at random. `at_random`: whether weights are rounded so.
     `rounds_gradients`: to their dtype, to the nearest, after they are multiplied by `rates.factor`.
     """
     (first, *first_scales), (second, *second_scales) = moments
     tensors = [weights, gradients, first, second, *first_scales, *second_scales]
     assert all(tensor.is_contiguous() for tensor in tensors)
     assert weights.dtype == gradients.dtype and weights.dtype in DTYPES
-    words = (c_uint32 * len(seeds))(*(seed & 0xFFFFFFFF for seed in seeds))
+    by_piece = [seed & 0xFFFFFFFF for of_piece in zip(*seeds, strict=True) for seed in of_piece]
+    words = (c_uint32 * len(by_piece))(*by_piece)
     call = _Adam(
         weights=weights.data_ptr(),
         gradients=gradients.data_ptr(),
