@@ -113,9 +113,12 @@ class LatentAttention(Attention):
         made_HBTC = plain_BHTN.transpose(0, 1).flatten(1, 2) @ to_keys_HNC
         made_BHTC = made_HBTC.unflatten(1, (batch, num_queries)).transpose(0, 1)
         q_BHTX = torch.cat((made_BHTC, turned_BHTP), dim=-1)
-        # The queries of all heads are rows of one product: no head copies the keys.
-        scores_BHTS = (q_BHTX.flatten(1, 2) @ keys_BSX.mT).unflatten(1, (num_heads, -1))
-        scores_BHTS = widened(scores_BHTS) * self.scale
+        # The queries of all heads are rows of one product: no head copies the keys. In half precision a CPU would
+        # compile a kernel for each number of keys, which takes longer than to widen them.
+        if keys_BSX.device.type == "cpu":
+            keys_BSX = widened(keys_BSX)
+        q_BRX = q_BHTX.flatten(1, 2).to(keys_BSX.dtype)
+        scores_BHTS = widened(q_BRX @ keys_BSX.mT).unflatten(1, (num_heads, -1)) * self.scale
 
         # The queries are the last of the keys, each of which sees those before and itself.
         places_S = torch.arange(num_keys, device=scores_BHTS.device)
@@ -124,10 +127,12 @@ class LatentAttention(Attention):
             is_seen = mask_B11S
         weights_BHTS = scores_BHTS.masked_fill(~is_seen, -torch.inf).softmax(-1)
         latents_BSC = keys_BSX[..., : sizes.rank]
-        sums_BHTC = weights_BHTS.to(q_BHTE.dtype).flatten(1, 2) @ latents_BSC
-        sums_HBTC = sums_BHTC.unflatten(1, (num_heads, -1)).transpose(0, 1).flatten(1, 2)
-        y_HBTV = (sums_HBTC @ to_values_HVC.mT).unflatten(1, (batch, num_queries))
-        return y_HBTV.permute(1, 2, 0, 3).flatten(2)
+        sums_BRC = (weights_BHTS.to(keys_BSX.dtype).flatten(1, 2) @ latents_BSC).to(q_BHTE.dtype)
+        sums_HBTC = sums_BRC.unflatten(1, (num_heads, -1)).transpose(0, 1).flatten(1, 2)
+        # The matrix comes first: PyTorch would copy its transpose.
+        y_HVBT = (to_values_HVC @ sums_HBTC.mT).unflatten(2, (batch, num_queries))
+        y_BTQ: Tensor = y_HVBT.permute(2, 3, 0, 1).flatten(2)
+        return y_BTQ
 
     def queries(self, x_BTD: Tensor, rotary: Rotary | None) -> tuple[Tensor, None]:
         if self.q_a_proj is None:
