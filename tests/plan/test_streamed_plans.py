@@ -24,6 +24,7 @@ from bloomery.plan.estimate.streaming import forward_bytes, loads_of, sent_bytes
 from bloomery.plan.page import page
 from bloomery.plan.resolve import step_shape
 from bloomery.plan.types import RunPlan
+from bloomery.recipe.load import load_recipe
 
 LORA = {"kind": "lora", "rank": 16, "alpha": 32, "target_modules": ["all-linear"]}
 LEAN = {
@@ -370,3 +371,13 @@ def test_the_page_prints_device_host_and_link():
         "back",
     ):
         assert words in text
+
+
+@pytest.mark.parametrize("gpu", ["RX 6700 XT", "RTX 4070"])
+def test_the_recipe_of_experts_on_the_host_fits_twelve_gigabytes(gpu):
+    there = with_host_memory(gpu_machine(gpu), 32 * GIB)
+    plan = planned(load_recipe("qwen3-30b-a3b-qlora-12gb"), there)
+    assert plan.fits and plan.train.stream == "experts" and plan.stream.hidden
+    assert sum(plan.stream.host_bytes.values()) < 16.5 * GIB
+    resident = load_recipe("qwen3-30b-a3b-qlora-12gb", ["parallel.stream=off"])
+    assert not planned(resident, there).fits
