@@ -1,4 +1,4 @@
-"""A check of this CPU, about a second of work kept per boot: products and copies of one core. Does not import torch.
+"""A check of this CPU, two seconds of work kept per boot: products and copies of one core. Does not import torch.
 
 Many virtual machines share a CPU's name and differ in speed, so a name says little about either. It measures speed
 alone: whether a device computes right is the question of `probe_worker` and of `bloomery.check`.
@@ -18,6 +18,7 @@ from bloomery.hardware.profile import build_profile, choose_device
 
 FILE = "cpu-check.json"
 SPEC = ProbeSpec(name="cpu-check", seconds=30.0)
+VERSION = "products"  # of what is measured
 KEPT = 20  # results, of other boots, instruction sets and versions of torch
 # Variables that take instructions away, or name the library of products.
 VARIABLES = (
@@ -56,11 +57,16 @@ def with_cpu_check(machine: Machine) -> Machine:
         return with_known_check(machine)
     job = {"device": "cpu", "dtype": build_profile(machine).dtype.value, "arch": ""}
     (result,) = probe([SPEC], job, environment=dict(os.environ))
-    rates = {name: float(value) for name, value in result.facts.items()}
     if result.outcome == "ok":
+        facts = dict(result.facts)
+        products = json.loads(facts.pop("products"))
+        rates = {name: float(value) for name, value in facts.items()}
         gflops = {dtype: rates[dtype] for dtype in ("float32", "bfloat16") if dtype in rates}
         check = CpuCheck(
-            gflops=gflops, copy_gbs=rates["copy_gbs"], python_seconds=rates["python_seconds"]
+            gflops=gflops,
+            copy_gbs=rates["copy_gbs"],
+            python_seconds=rates["python_seconds"],
+            products=products,
         )
         results[key] = check.model_dump(mode="json")
     else:
@@ -76,7 +82,9 @@ def _key(machine: Machine) -> str:
     host = machine.host
     user = machine.software.environment
     limits = [f"{name}={os.environ.get(name) or user.get(name, '')}" for name in VARIABLES]
-    return " ".join((since, host.cpu_name, *host.cpu_flags, machine.software.torch or "", *limits))
+    return " ".join(
+        (since, host.cpu_name, *host.cpu_flags, machine.software.torch or "", VERSION, *limits)
+    )
 
 
 def _results() -> dict[str, Any]:

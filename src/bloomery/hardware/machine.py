@@ -135,6 +135,20 @@ class Probe(Frozen):
     facts: dict[str, str] = {}  # gcnArchName, arch list, ...
 
 
+class ProductRates(Frozen):
+    """GFLOP/s of one core in products of 1,024 tokens with a matrix of `width` inputs and twice as many outputs.
+
+    `forward` makes outputs, `inputs` the gradient of what is multiplied, `weights` that of the matrix; `narrow`: all
+    six products of a pair of matrices of rank 16, forward and backward.
+    """
+
+    width: Annotated[int, Field(ge=1)]
+    forward: Annotated[float, Field(gt=0)]
+    inputs: Annotated[float, Field(gt=0)]
+    weights: Annotated[float, Field(gt=0)]
+    narrow: Annotated[float, Field(gt=0)]
+
+
 class CpuCheck(Frozen):
     """What one core reached in the check of `hardware.cpu_check`, at its best."""
 
@@ -142,6 +156,8 @@ class CpuCheck(Frozen):
     copy_gbs: Annotated[float, Field(gt=0)]  # read and written
     # Seconds of a fixed loop of Python: compiling is Python and C++ code.
     python_seconds: Annotated[float, Field(gt=0)]
+    # By dtype, in the order of width; none in checks that timed one product.
+    products: dict[str, tuple[ProductRates, ...]] = {}
 
 
 class Host(Frozen):

@@ -4,6 +4,7 @@ Results are compared with float64; times are the best of several runs. Torch is 
 """
 
 import importlib.util
+import json
 import os
 import sys
 import tempfile
@@ -40,6 +41,11 @@ TIMING_SECONDS = 1.0
 # Of a matrix that fills a device of less than half a TFLOP/s, such as an old integrated GPU.
 SMALL_SIZE = 1024
 # Rows, inputs and outputs of each product, which takes 5 ms at most.
+# Of a step's products: widths of matrices, tokens, rank. A width whose product takes longer is the last.
+STEP_WIDTHS = (64, 192, 576, 1536)
+STEP_TOKENS = 1024
+STEP_RANK = 16
+STEP_SECONDS = 0.03
 CHECKED_PRODUCTS = ((512, 192, 512), (256, 512, 512), (256, 1024, 1024))
 
 
@@ -441,11 +447,61 @@ def bandwidth(_: str, job: Mapping[str, Any]) -> Result:
     }
 
 
-def cpu_check(_: str, __: Mapping[str, Any]) -> Result:
+def step_products(
+    dtype: str, best: Callable[[Callable[[], object], float], float]
+) -> list[dict[str, float]]:
+    """GFLOP/s of the products of a step, as `hardware.machine.ProductRates`, width by width."""
+    import torch
+
+    def of(*shape: int) -> "Tensor":
+        return torch.randn(shape).to(getattr(torch, dtype))
+
+    linear = torch.matmul
+    found: list[dict[str, float]] = []
+    for width in STEP_WIDTHS:
+        x_TI, grad_TO, weight_OI = (
+            of(STEP_TOKENS, width),
+            of(STEP_TOKENS, 2 * width),
+            of(2 * width, width),
+        )
+        narrow_TR, a_RI, b_OR = (
+            of(STEP_TOKENS, STEP_RANK),
+            of(STEP_RANK, width),
+            of(2 * width, STEP_RANK),
+        )
+
+        def narrow(
+            x_TI: "Tensor" = x_TI,
+            grad_TO: "Tensor" = grad_TO,
+            narrow_TR: "Tensor" = narrow_TR,
+            a_RI: "Tensor" = a_RI,
+            b_OR: "Tensor" = b_OR,
+        ) -> None:
+            linear(x_TI, a_RI.T), linear(narrow_TR, b_OR.T)
+            linear(grad_TO, b_OR), linear(narrow_TR, a_RI)
+            linear(grad_TO.T, narrow_TR), linear(narrow_TR.T, x_TI)
+
+        work: dict[str, Callable[[], object]] = {
+            "forward": partial(linear, x_TI, weight_OI.T),
+            "inputs": partial(linear, grad_TO, weight_OI),
+            "weights": partial(linear, grad_TO.T, x_TI),
+            "narrow": narrow,
+        }
+        flops = dict.fromkeys(work, 4 * STEP_TOKENS * width**2)
+        flops["narrow"] = 3 * 2 * STEP_TOKENS * STEP_RANK * 3 * width
+        seconds = {name: best(each, 0.04) for name, each in work.items()}
+        rates = {name: float(f"{flops[name] / seconds[name] / 1e9:.4g}") for name in work}
+        found.append(rates | {"width": width})
+        if seconds["forward"] > STEP_SECONDS:
+            break
+    return found
+
+
+def cpu_check(_: str, job: Mapping[str, Any]) -> Result:
     """Rates of one core: products of matrices by dtype, a copy, and a loop of Python.
 
-    Every piece of work takes a few milliseconds at most and the best of many counts, so that other programs on the
-    cores change little: two threads are rarely undisturbed at once, one often is.
+    Every piece of work takes a few milliseconds at most, and the best of many counts by the time of this thread, so
+    that other programs on the cores change little: two threads are rarely undisturbed at once, one often is.
     """
     import torch
 
@@ -453,10 +509,10 @@ def cpu_check(_: str, __: Mapping[str, Any]) -> Result:
         work()
         times: list[float] = []
         begun_at = time.perf_counter()
-        while len(times) < 5 or time.perf_counter() - begun_at < seconds:
-            start = time.perf_counter()
+        while len(times) < 3 or time.perf_counter() - begun_at < seconds:
+            start = time.thread_time()
             work()
-            times.append(time.perf_counter() - start)
+            times.append(time.thread_time() - start)
         return min(times)
 
     torch.set_num_threads(1)
@@ -469,6 +525,8 @@ def cpu_check(_: str, __: Mapping[str, Any]) -> Result:
             seconds = best(partial(torch.nn.functional.linear, values, matrix))
             rates.append(2 * rows * inputs * outputs / seconds / 1e9)
         facts[dtype] = f"{sum(rates) / len(rates):.4g}"
+    dtype = job["dtype"] if job["dtype"] in facts else "float32"
+    facts["products"] = json.dumps({dtype: step_products(dtype, best)})
     source = torch.ones(2**20)
     target = torch.empty_like(source)
     seconds = best(lambda: target.copy_(source))

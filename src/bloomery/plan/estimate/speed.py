@@ -17,7 +17,7 @@ from bloomery.facts.counting import (
 )
 from bloomery.facts.limits import CPU_TILE, storage_bytes
 from bloomery.facts.optimizers import OPTIMIZERS
-from bloomery.hardware.machine import Machine
+from bloomery.hardware.machine import Machine, ProductRates
 from bloomery.hardware.profile import Profile
 from bloomery.hardware.specs import cpu_efficiency
 from bloomery.plan.estimate import delta_net, experts
@@ -60,6 +60,20 @@ COMPILED_GAIN = 1.15  # on a CPU; measured: 3 to 35%
 # two of an AMD EPYC 0.177 s, two without bf16 instructions 0.41 s.
 CHECKED_PRODUCTS = (0.55, 0.80, 0.95)
 CHECKED_COPIES = (0.09, 0.125, 0.20)
+# Where the check timed the products of a step by themselves, again and again: the share of their rates that they reach
+# between others. Matrix units, so many times as fast as float32, wait for memory: with AMX, SmolLM2, 0.57 with LoRA and
+# 0.70 with all weights.
+TIMED_PRODUCTS = (0.60, 0.85, 1.0)
+MATRIX_PRODUCTS = (0.45, 0.65, 0.90)
+MATRIX_UNITS = 4.0
+# Attention in bfloat16 computes exponentials beside its products: at most so many times a core's float32 products,
+# measured with AMX, whose products are seven times as fast.
+VECTOR_SHARE = 2.0
+# Bytes per second of a core that C++ of ours and fused AdamW move in one pass: this share of its copies' rate, at most
+# so many, and the range. Measured with AMX (copies of 26 GB/s): RMS norms 11 GB/s, gates 7, AdamW 9.
+STREAMED_COPIES = 0.31
+STREAMED_BYTES = 10e9
+STREAMED_RANGE = (0.65, 1.0, 1.6)
 # Of the rate of wide matrices a CPU's products of rank r reach r / (r + NARROW): measured with 4, 8, 16, 32 and 64 and
 # 1,024 tokens 0.16, 0.34, 0.62, 0.73 and 0.74 of it, in bfloat16 on a core of an AMD EPYC.
 NARROW = 10.0
@@ -83,6 +97,26 @@ LAYER_INPUTS = "model.per_layer_model_projection.weight"  # makes what layers ar
 
 
 @dataclass(frozen=True, kw_only=True)
+class Products:
+    """FLOPs, or FLOP/s, of a step's matrix products by kind.
+
+    `wide` makes outputs and gradients of inputs, `weights` gradients of weights; `narrow`: of LoRA's matrices.
+    """
+
+    wide: float
+    weights: float
+    narrow: float
+
+    def times(self, factor: float) -> "Products":
+        return Products(
+            wide=self.wide * factor, weights=self.weights * factor, narrow=self.narrow * factor
+        )
+
+    def seconds_at(self, rates: "Products") -> float:
+        return self.wide / rates.wide + self.weights / rates.weights + self.narrow / rates.narrow
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rate:
     """Training rates of a device: FLOP/s as a share of its peak, and bytes/s (None: part of the share)."""
 
@@ -93,12 +127,22 @@ class Rate:
     bandwidth_share: tuple[float, float, float] = BANDWIDTH_SHARE
     kernels: Mapping[str, ScoreSeconds] | None = None  # of the attention backend `triton`
     operators: tuple[float, float, float] | None = None  # seconds of each, on a CPU
+    # FLOP/s of each kind, on a CPU whose products of a step were timed, and the share of them in a step
+    products: "Products | None" = None
+    product_share: tuple[float, float, float] = TIMED_PRODUCTS
+    attention_peak: float | None = None  # of compiled attention
+    streamed: float | None = (
+        None  # bytes/s of code that passes over memory once, on a CPU that was measured
+    )
 
     def shared(self, ranks: int) -> "Rate":
         """The rate of each of so many processes on the cores of one CPU."""
         return replace(
             self,
             peak=self.peak / ranks,
+            products=self.products and self.products.times(1 / ranks),
+            attention_peak=self.attention_peak and self.attention_peak / ranks,
+            streamed=self.streamed and self.streamed / ranks,
             float32_peak=self.float32_peak and self.float32_peak / ranks,
             bandwidth=self.bandwidth and self.bandwidth / ranks,
         )
@@ -128,6 +172,10 @@ class Work:
     operators: float = 0.0
     rules: float = 0.0  # FLOPs of delta rules
     update_products: float = 0.0
+    by_kind: Products | None = None  # `products`, where the kinds differ in speed
+    # On a CPU: whether `between` and `update` are those of code that passes over memory once.
+    streams: bool = False
+    streams_update: bool = False
 
     def with_shard_of_update(self, shard: int) -> "Work":
         """The work of one of so many devices that update the parameters together."""
@@ -159,13 +207,26 @@ def device_rate(
     cores = machine.host.cpu_cores
     check = machine.cpu_check
     if check is not None and dtype in check.gflops:
+        product_gflops = check.gflops[dtype]
+        float32_gflops = check.gflops.get("float32", product_gflops)
+        vectors = VECTOR_SHARE * float32_gflops
         return Rate(
-            peak=check.gflops[dtype] * 1e9 * cores * gain,
-            float32_peak=check.gflops.get("float32", check.gflops[dtype]) * 1e9 * cores,
+            peak=product_gflops * 1e9 * cores * gain,
+            float32_peak=float32_gflops * 1e9 * cores,
             share=CHECKED_PRODUCTS,
             bandwidth=check.copy_gbs * 1e9 * cores * gain,
             bandwidth_share=CHECKED_COPIES,
             operators=operator_seconds(check),
+            products=_measured_products(check.products.get(dtype, ()), width, cores),
+            product_share=MATRIX_PRODUCTS
+            if product_gflops > MATRIX_UNITS * float32_gflops
+            else TIMED_PRODUCTS,
+            attention_peak=min(FUSED_ATTENTION_SHARE * max(product_gflops, vectors), vectors)
+            * 1e9
+            * cores
+            if dtype == "bfloat16"
+            else None,
+            streamed=min(STREAMED_COPIES * check.copy_gbs * 1e9, STREAMED_BYTES) * cores,
         )
     gflops_per_core = profile.cpu.gflops.get(dtype) if profile.cpu else None
     if gflops_per_core is None:
@@ -178,6 +239,34 @@ def device_rate(
         share=(low, min(0.95, typical * gain), min(1.0, high * gain)),
         operators=operator_seconds(None),
     )
+
+
+def _measured_products(measured: Sequence[ProductRates], width: int, cores: int) -> Products | None:
+    """FLOP/s of matrices of this width: between the two that were measured next to it, in logarithms."""
+    if not measured:
+        return None
+    below = max((each for each in measured if each.width <= width), default=measured[0], key=_width)
+    above = min(
+        (each for each in measured if each.width >= width), default=measured[-1], key=_width
+    )
+    share = 0.0
+    if below.width < above.width:
+        share = math.log(width / below.width) / math.log(above.width / below.width)
+
+    def rate(low: float, high: float) -> float:
+        return float(low * (high / low) ** share * 1e9 * cores)
+
+    return Products(
+        wide=rate(
+            2 / (1 / below.forward + 1 / below.inputs), 2 / (1 / above.forward + 1 / above.inputs)
+        ),
+        weights=rate(below.weights, above.weights),
+        narrow=rate(below.narrow, above.narrow),
+    )
+
+
+def _width(rates: ProductRates) -> int:
+    return rates.width
 
 
 def layer_traffic(step: StepShape, layer: TrainedLayer) -> float:
@@ -301,8 +390,10 @@ def work_of(
     counting_forwards = int(step.counts_first and micro_batches > 1)
 
     # FLOPs per token.
-    products = product_flops(step, recomputed, chunked=loss == "chunked")
-    products += counting_forwards * 2.0 * sum(layer.layer.active_products for layer in model.layers)
+    by_kind = product_flops(step, recomputed, chunked=loss == "chunked")
+    counted = counting_forwards * 2.0 * sum(layer.layer.active_products for layer in model.layers)
+    by_kind = replace(by_kind, wide=by_kind.wide + counted)
+    products = by_kind.wide + by_kind.weights + by_kind.narrow * _narrow_factor(step)
     attention_backward = QUADRATIC_BACKWARD if keeps_scores(step) else FLASH_BACKWARD
     attention_forwards = 1 + step.extra_forwards + counting_forwards + recomputed.attention
     attention = sum(model.by_layer(lambda layer: attention_flops(step, layer))) * (
@@ -316,7 +407,10 @@ def work_of(
 
     # Bytes between matmuls. On a CPU compiled steps are faster as a whole, and casts make up for the bytes that half
     # precision saves.
-    traffic_step = step if step.on_gpu else replace(step, compiled=False, precision="bfloat16")
+    in_one_pass = not step.on_gpu and step.attention == "compiled"  # C++ has norms, gates, too
+    traffic_step = (
+        step if step.on_gpu else replace(step, compiled=in_one_pass, precision="bfloat16")
+    )
     layer_bytes = sum(
         model.by_layer(
             lambda layer: layer_traffic(traffic_step, layer) + score_traffic(traffic_step, layer)
@@ -342,6 +436,9 @@ def work_of(
     kernels += sum(model.by_layer(lambda layer: rule_operators(step, layer)))
     return Work(
         products=products * tokens,
+        streams=in_one_pass,
+        streams_update=not step.on_gpu and step.optimizer == "adamw",
+        by_kind=None if step.on_gpu else by_kind.times(tokens),
         attention=attention * tokens,
         rules=rules * tokens,
         between=between,
@@ -418,7 +515,7 @@ def _dequantize_bytes(step: StepShape, recomputed: Recompute) -> float:
     return float(read_bytes + written_bytes) * (2 + recomputed.products)
 
 
-def product_flops(step: StepShape, recomputed: Recompute, *, chunked: bool) -> float:
+def product_flops(step: StepShape, recomputed: Recompute, *, chunked: bool) -> Products:
     """FLOPs per token: forward, gradients of inputs, gradients of trainable weights, recomputation."""
     model = step.model
     products = 2.0 * sum(layer.layer.active_products for layer in model.layers)
@@ -429,34 +526,31 @@ def product_flops(step: StepShape, recomputed: Recompute, *, chunked: bool) -> f
         products += 2.0 * input_products(step.config)
         if LAYER_INPUTS in model.trained:
             weight_gradients += 2.0 * input_products(step.config)
-    adapter = 2.0 * _adapter_values(step)
+    adapter = 2.0 * _values_met(model.adapter)
     head = 2.0 * step.head_outputs * step.config.hidden_size * step.loss_share
-    head_passes = 2 + model.trains_head + chunked
+    head_passes = 2 + chunked
     # The reference model: the layers and the head, without the adapters.
     if not model.has_head:
         head = 0.0
+    elif model.trains_head:
+        weight_gradients += head
     extra = step.extra_forwards * (products + head)
     if step.teacher is not None and model.has_head:
         extra += flops_per_token(step.teacher, step.sequence_length, backward=False)
-    return (
-        products * (2 + recomputed.products)
-        + weight_gradients
-        + adapter * (3 + recomputed.products)
-        + head * head_passes
-        + extra
+    return Products(
+        wide=products * (2 + recomputed.products) + head * head_passes + extra,
+        weights=weight_gradients,
+        narrow=adapter * (3 + recomputed.products),
     )
 
 
-def _adapter_values(step: StepShape) -> float:
-    """Values of LoRA's matrices; on a CPU those of wide matrices whose products take as long."""
-    adapter = step.model.adapter
-    if step.on_gpu:
-        return _values_met(adapter)
-    return sum(
-        math.prod(shape) * (1 + NARROW / min(shape))
-        for shape in adapter.values()
-        if len(shape) == 2
-    )
+def _narrow_factor(step: StepShape) -> float:
+    """Of a CPU whose products were timed at one shape: how much longer those of LoRA's matrices take."""
+    shapes = [shape for shape in step.model.adapter.values() if len(shape) == 2]
+    if step.on_gpu or not shapes:
+        return 1.0
+    as_wide = sum(math.prod(shape) * (1 + NARROW / min(shape)) for shape in shapes)
+    return as_wide / sum(map(math.prod, shapes))
 
 
 def useful_flops(model: TrainedModel, sequence_length: int) -> float:
@@ -497,6 +591,9 @@ def step_parts(work: Work, rate: Rate) -> dict[str, Estimate]:
         "matmul": seconds(work.products, rate.peak, rate.share),
         "attention": seconds(work.attention, rate.peak, rate.share),
     }
+    if rate.products is not None and work.by_kind is not None:
+        alone = work.by_kind.seconds_at(rate.products)
+        parts["matmul"] = seconds(alone, 1.0, rate.product_share)
     if work.rules:
         peak = rate.float32_peak or rate.peak * FLOAT32_SHARE
         parts["delta rules"] = seconds(work.rules, peak, rate.share)
@@ -506,11 +603,19 @@ def step_parts(work: Work, rate: Rate) -> dict[str, Estimate]:
     if rate.bandwidth is None:
         return parts
     parts["attention"] = parts["attention"].scaled(1 / FUSED_ATTENTION_SHARE)
+    if rate.attention_peak is not None:
+        parts["attention"] = seconds(work.attention, rate.attention_peak, rate.share)
     if work.scores is not None and rate.kernels is not None:
         low, typical, high = kernel_seconds(work.scores, rate.kernels)
         parts["attention"] = Estimate(value=typical, low=low, high=high, origin="table")
-    parts["memory-bound"] = seconds(work.between, rate.bandwidth, rate.bandwidth_share)
-    parts["optimizer"] = seconds(work.update, rate.bandwidth, rate.bandwidth_share)
+
+    def passes(bytes_moved: float, peak: float, *, once: bool) -> Estimate:
+        if once and rate.streamed is not None:
+            return seconds(bytes_moved, rate.streamed, STREAMED_RANGE)
+        return seconds(bytes_moved, peak, rate.bandwidth_share)
+
+    parts["memory-bound"] = passes(work.between, rate.bandwidth, once=work.streams)
+    parts["optimizer"] = passes(work.update, rate.bandwidth, once=work.streams_update)
     if work.update_products:
         products = seconds(work.update_products, rate.peak, rate.share)
         parts["optimizer"] = total({"bytes": parts["optimizer"], "products": products})
