@@ -9,7 +9,7 @@ SOURCE = ROOT / "src/bloomery"
 PAGE = ROOT / "docs/reference/operating-systems.md"
 # Row of the page -> functions, constants and keywords of Python's library; and its modules.
 NEEDS = {
-    "locks, limits": "posix_fadvise statvfs O_NOFOLLOW O_DIRECTORY O_CLOEXEC",
+    "locks, limits": "posix_fadvise posix_fallocate preadv statvfs O_NOFOLLOW O_DIRECTORY O_CLOEXEC",
     "users": "getuid geteuid getgid getgroups fchmod",
     "fork": "fork forkpty register_at_fork",
     "child processes": "setsid start_new_session process_group preexec_fn pass_fds killpg"
