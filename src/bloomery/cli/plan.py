@@ -265,9 +265,9 @@ def simulated(plan: "RunPlan", machine: "Machine") -> "SimulationResult":
         problem = "cannot simulate a run with rewards: its sequences are sampled while it trains"
         fix = "remove --simulate; the plan counts the memory of rollouts"
         raise UserError(problem, where="--simulate", fix=fix, code=2)
-    if plan.stream is not None:
-        problem = "cannot simulate weights that stream: half of them are in no device's memory"
-        fix = "remove --simulate; the plan counts the buffers of layers"
+    if plan.train.stream == "experts":
+        problem = "cannot simulate experts that stream: which ones follows from real tokens"
+        fix = "remove --simulate; the plan counts the buffers of their layers"
         raise UserError(problem, where="--simulate", fix=fix, code=2)
     with progress() as report:
         return SimulationResult(plan, simulate(plan, machine, progress=report))

@@ -38,6 +38,7 @@ from bloomery.plan.types import RunPlan
 from bloomery.recipe.objectives import Distill
 from bloomery.simulate.graphs import compile_blocks
 from bloomery.simulate.kernels import FakeResults, GpuFunctions, flash, score_operators
+from bloomery.simulate.streamed import FakeStream
 from bloomery.simulate.tracker import MemoryTracker
 from bloomery.simulate.traffic import TrafficCounter
 from bloomery.train.objectives.build import build_objective, with_text_structure
@@ -68,7 +69,8 @@ def simulated_step(
 ) -> SimulatedStep:
     """Memory and traffic of a step; `fused`: the plan's GPU has fused attention kernels.
 
-    Two micro-batches stand for any number of them: from the second one on gradients are added to gradients. The first
+    Two micro-batches stand for any number of them, two of each load where several share it: from the second one on
+    gradients are added to gradients. The first
     step makes the optimizer's states, for which one is enough.
     """
     mesh = _fake_mesh(split) if split.shard > 1 else None
@@ -83,7 +85,8 @@ def simulated_step(
         )
         if sharers.context > 1:
             model_and_optimizer.model.share_sequences(HeadExchange(sharers))
-        batches = [_batch(plan) for _ in range(min(2, plan.train.accumulation))]
+        num_batches = min(2 * plan.train.stream_micro_batches, plan.train.accumulation)
+        batches = [_batch(plan) for _ in range(num_batches)]
         teacher = None
         if isinstance(plan.objective, Distill):
             teacher = meta_teacher(
@@ -268,7 +271,10 @@ def _two_steps(
     sent = {axis: first[axis] + further * (second[axis] - first[axis]) for axis in first}
 
     # Offloaded states are in the host's memory, which a simulation of a device does not count.
-    offloaded = {"optimizer"} if plan.train.device != "cpu" and plan.optimizer.offload else set()
+    stream = model_and_optimizer.model.weight_stream
+    is_updated_on_host = isinstance(stream, FakeStream) and stream.updates_on_host
+    is_offloaded = plan.train.device != "cpu" and plan.optimizer.offload
+    offloaded = {"optimizer"} if is_offloaded or is_updated_on_host else set()
     parts = {kind: 0.0 if kind in offloaded else size for kind, size in tracker.peak.items()}
     return SimulatedStep(parts, sent)
 
@@ -308,6 +314,8 @@ def _model_and_optimizer(
         for name, buffer in module.named_buffers(recurse=False):
             module.register_buffer(name, torch.empty_like(buffer, device="cpu"), persistent=False)
     model.tie()
+    stream = FakeStream(model, tracker) if plan.train.stream == "layers" else None
+    model.weight_stream = stream
 
     # Kernels of a GPU stand in for those of the CPU.
     _hand_in_norms(model, plan.train.device)
@@ -322,7 +330,7 @@ def _model_and_optimizer(
         block.forward = GpuFunctions.around(block.forward)  # type: ignore[method-assign]  # a seam of nn.Module
 
     # Compilation is simulated by graphs, and offloaded activations are not: they would need copies.
-    left: dict[str, object] = {"compile": False, "offload_activations": False}
+    left: dict[str, object] = {"compile": False, "offload_activations": False, "stream": "off"}
     if train.compile:
         selective = train.activation_checkpointing == "selective"
         compile_blocks(blocks, tracker, selective=selective)
@@ -338,6 +346,8 @@ def _model_and_optimizer(
     optimizer = build_optimizer(model, plan.optimizer, mesh=ranks, device_type=plan.train.device)
     tracker.gradients = lambda: [p.grad for p in optimizer.parameters if p.grad is not None]
     tracker.call("weights", weights(model))
+    if stream is not None:
+        tracker.call("weights", stream.tensors)
     scale = LossScale() if train.precision == "float16" else None
     return ModelAndOptimizer(
         model,

@@ -28,6 +28,7 @@ class MemoryTracker(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.gradients = gradients
         self.hidden = False
+        self.elsewhere = False  # what is created now is on another device
         self.peak: dict[str, float] = {}
         # Kind and bytes by a storage's identity, for as long as it lives.
         self._kinds: dict[int, tuple[str, int]] = {}
@@ -43,6 +44,13 @@ class MemoryTracker(TorchDispatchMode):
         for storage in storages_of(tensors):
             self._watch(storage, kind)
             self._note(id(storage), kind, self._kinds[id(storage)][1])
+
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """These tensors, and all views of them, are on another device."""
+        for storage in storages_of(tensors):
+            key = id(storage)
+            self._watched[key] = weakref.ref(storage, lambda _, key=key: self._gone(key))  # type: ignore[misc]
+            self._note(key, "elsewhere", 0)
 
     def forget_peak(self) -> None:
         self.peak = {}
@@ -100,7 +108,7 @@ class MemoryTracker(TorchDispatchMode):
         if self._flat:
             self._note_peak()
         result = func(*args, **(kwargs or {}))
-        if self.hidden:
+        if self.hidden or self.elsewhere:
             return result
 
         in_backward = torch._C._current_graph_task_id() != -1

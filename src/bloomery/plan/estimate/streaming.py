@@ -122,11 +122,15 @@ def streamed_moments(step: StepShape) -> Iterator[StepMoment]:
     on_their_way = [sent / STREAM_STAGED] * STREAM_STAGED
     for index, moment in zip(reversed(range(len(kept_bytes))), layer_moments, strict=True):
         kept_before -= kept_bytes[index]
-        others = waiting * (kept_before + kept_bytes[index] + ends + stream_bytes)
+        # The first of a load runs while inputs of the others wait; the last one next to the sum of their gradients.
+        behind = waiting * (kept_before + ends - last_norm_bytes(step) + stream_bytes)
+        others = behind + waiting * kept_bytes[index]
         gradients = head + sum(on_their_way)
-        if waiting:  # the sum over those that share the load
-            gradients += layer_gradients[index]
         yield at(moment, others, gradients, moment.copies)
+        if waiting and in_full(step):
+            gradients += layer_gradients[index]
+            others = behind
+            yield at(moment, others, gradients, moment.copies)
         if in_full(step):
             borders = kept_before + kept_bytes[index] + ends - last_norm_bytes(step)
             yield StepMoment(
