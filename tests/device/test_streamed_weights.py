@@ -129,3 +129,18 @@ def test_the_check_before_the_first_step_knows_weights_that_stream(
     }
     plan = tiny_plan(corpus, config=CONFIG, train=train)
     assert Run(plan, tmp_path / "run").outcome == "done"
+
+
+@pytest.mark.parametrize("first", ["layers", "off"])
+def test_a_checkpoint_is_resumed_with_and_without_weights_that_stream(
+    corpus: Path, tmp_path: Path, first: str
+) -> None:
+    def plan(stream: str) -> RunPlan:
+        train = {"steps": 4, "stream": stream, "activation_checkpointing": "full"}
+        return tiny_plan(corpus, config=CONFIG, train=train, checkpoint={"every_steps": 2})
+
+    whole = Run(plan(first), tmp_path / "whole")
+    other = "off" if first == "layers" else "layers"
+    resumed = Run(plan(other), tmp_path / "resumed", resume_from=whole.checkpoint(2))
+    assert resumed.losses() == {step: loss for step, loss in whole.losses().items() if step > 2}
+    assert_same_tensors(resumed.tensors(4), whole.tensors(4))

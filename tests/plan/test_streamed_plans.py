@@ -165,6 +165,7 @@ def test_auto_says_what_the_host_lacks():
         ),
         ({"train": {"activation_checkpointing": "none"}}, "T4", "computed again"),
         ({"train": {"compile": True}}, "T4", "another buffer"),
+        ({"adapter": {"kind": "peft", "method": "ia3"}}, "T4", "change the modules"),
     ],
 )
 def test_what_excludes_streaming_is_an_error_where_it_is_asked_for(sections, gpu, problem):
@@ -175,6 +176,20 @@ def test_what_excludes_streaming_is_an_error_where_it_is_asked_for(sections, gpu
     # `auto` leaves them where they are.
     plan = planned(loaded(**sections), there)
     assert plan.train.stream == "off"
+
+
+def test_loads_are_shared_where_there_are_any():
+    parallel = {"stream": "off", "stream_micro_batches": 4}
+    with pytest.raises(UserError, match="micro-batches could share"):
+        planned(loaded(parallel=parallel), gpu_machine("T4"))
+
+
+@pytest.mark.parametrize("axis", ["shard", "pipeline", "context"])
+def test_devices_with_parts_of_a_model_stream_none(axis):
+    parallel = {"stream": "layers", axis: 2}
+    with pytest.raises(UserError) as raised:
+        planned(loaded(parallel=parallel, adapter=LORA), gpu_machine("T4"), gpus=2)
+    assert raised.value.code == 2 and raised.value.fix
 
 
 # Copies.
@@ -381,3 +396,24 @@ def test_the_recipe_of_experts_on_the_host_fits_twelve_gigabytes(gpu):
     assert sum(plan.stream.host_bytes.values()) < 16.5 * GIB
     resident = load_recipe("qwen3-30b-a3b-qlora-12gb", ["parallel.stream=off"])
     assert not planned(resident, there).fits
+
+
+def test_a_frozen_copy_of_the_start_streams_with_its_policy():
+    """GRPO of all weights of an 8B: two rings on the device, two copies of its layers on the host."""
+    sections = LEAN | {
+        "objective": {
+            "kind": "grpo",
+            "beta": 0.1,
+            "num_generations": 8,
+            "max_completion_length": 256,
+        },
+        "rewards": SAMPLED["rewards"],
+        "parallel": {"stream": "layers"},
+    }
+    sections["train"] = LEAN["train"] | {"tokens_per_step": "auto", "batch_size": 16}
+    plan = plan_of("meta-llama/Llama-3.1-8B", "RTX 4090", 128, **sections)
+    assert plan.train.stream == "layers" and plan.fits
+    layers = 8.03e9 * 2 - 2 * 128256 * 4096 * 2
+    assert plan.stream.host_bytes["reference model"] == pytest.approx(layers, rel=0.01)
+    on_device = plan.memory.parts["reference model"]
+    assert on_device == pytest.approx(2 * 128256 * 4096 * 2 + layers / 16, rel=0.01)

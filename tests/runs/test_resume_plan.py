@@ -191,6 +191,20 @@ def test_another_link_of_a_pipeline_keeps_the_bits(plan) -> None:
     assert told == ["train.pipeline_link: auto -> host"]
 
 
+def test_weights_that_stream_keep_the_bits_and_may_move_to_the_device(plan) -> None:
+    recomputing = "train.activation_checkpointing=full", "train.compile=false"
+    stored = plan(GPU, "parallel.stream=layers", "parallel.stream_micro_batches=2", *recomputing)
+    fresh = plan(GPU, "parallel.stream=off", *recomputing)
+    assert stored.stream is not None
+    batch = {name: getattr(stored.train, name) for name in ("micro_batch_size", "accumulation")}
+    fresh = fresh.model_copy(update={"train": fresh.train.model_copy(update=batch)})
+    now, told = with_machine_choices(stored, fresh)
+    assert (now.train.stream, now.stream) == ("off", None)
+    assert any(line.startswith("train.stream: layers -> off") for line in told)
+    tied = stored.model.config.tie_embeddings and now.train.stream_micro_batches == 1
+    assert ("up to rounding" in told[-1]) == (tied and stored.train.stream_micro_batches > 1)
+
+
 def test_cpus_have_one_link(plan) -> None:
     assert plan(CPU).train.pipeline_link == "host"
     assert plan(CPU, "parallel.pipeline_link=device").train.pipeline_link == "host"

@@ -28,7 +28,6 @@ from bloomery.plan.estimate.streaming import (
     streamed_by_layer,
 )
 from bloomery.plan.types import HostPlacement, RunPlan, StreamPlan
-from bloomery.recipe.objectives import Rollouts
 from bloomery.recipe.schema import Peft, Recipe, Train
 
 KEY = "parallel.stream"
@@ -68,11 +67,6 @@ def refusals(
         yield "not supported for the transformers implementation", f"set {KEY}=off"
     if isinstance(recipe.adapter, Peft):
         yield "PEFT's methods change the modules of layers", f"set {KEY}=off, or adapter.kind=lora"
-    if isinstance(recipe.objective, Rollouts) and recipe.adapter.kind == "none":
-        yield (
-            "not supported yet: completions of a model that is trained in full",
-            f"set adapter.kind=lora, or {KEY}=off",
-        )
     if recipe.optimizer.fused_backward:
         yield (
             "an optimizer inside backward updates weights on the device, and these are on the host",
@@ -90,6 +84,14 @@ def refusals(
 def refuse_stream(recipe: Recipe, config: ModelConfig, profile: Profile, *, devices: int) -> None:
     """Raises UserError where the recipe asks for weights that stream, and something else in it excludes them."""
     stream = recipe.parallel.stream
+    together = recipe.parallel.stream_micro_batches
+    if stream == "off" and together not in ("auto", 1):
+        raise UserError(
+            "no weights stream whose loads micro-batches could share",
+            where=f"parallel.stream_micro_batches={together}",
+            fix=f"set {KEY}=layers, or leave parallel.stream_micro_batches out",
+            code=2,
+        )
     if stream in ("auto", "off"):
         return
     kind: Stream = "experts" if stream == "experts" else "layers"

@@ -69,13 +69,18 @@ MACHINE_DEPENDENT: dict[str, tuple[str, ...]] = {
         "pipeline_schedule",
         "pipeline_layers",
         "pipeline_link",
+        "stream",
+        "stream_host",
+        "stream_micro_batches",
     ),
     "checkpoint": ("async_save",),
     "eval": ("micro_batch_size",),
     "objective": ("reference",),  # of rollouts: the place of a frozen copy of the start
 }
+TOGETHER = "train.stream_micro_batches"
 BITWISE = ("model", "optimizer", "train")  # sections in which another choice rounds differently
-EXACT = ("train.pipeline_link",)  # but for these fields: they move numbers, and change none
+# But for these fields: they move numbers, and change none.
+EXACT = ("train.pipeline_link", "train.stream", "train.stream_host", TOGETHER)
 # On the same machine a resumed run is bitwise identical to an uninterrupted one. This is what holds on another machine:
 # the same sequences and hyperparameters in every step, so that losses differ only by how sums are rounded.
 ROUNDING_WARNING = "from this step on, losses are equal to an uninterrupted run up to rounding, not bitwise identical"
@@ -204,7 +209,10 @@ def with_machine_choices(stored_plan: RunPlan, fresh_plan: RunPlan) -> tuple[Run
             key = f"{section}.{field}"
             reason = f": {reasons[key]}" if key in reasons else ""
             changes.append(f"{key}: {getattr(old_section, field)} -> {value}{reason}")
-        rounds_differently = any(f"{section}.{field}" not in EXACT for field in changed_fields)
+        keys = {f"{section}.{field}" for field in changed_fields}
+        rounds_differently = bool(keys - {*EXACT}) or (
+            TOGETHER in keys and _trains_tied(stored_plan)
+        )
         exact = exact and not (rounds_differently and section in BITWISE)
     new_train = sections["train"]
     draws_differently = any(
@@ -216,9 +224,17 @@ def with_machine_choices(stored_plan: RunPlan, fresh_plan: RunPlan) -> tuple[Run
         changes.append(ROUNDING_WARNING)
     facts = {
         name: getattr(fresh_plan, name)
-        for name in ("memory", "step_seconds", "torch", "choices", "parallel")
+        for name in ("memory", "step_seconds", "torch", "choices", "parallel", "stream")
     }
     return stored_plan.model_copy(update=sections | facts), changes
+
+
+def _trains_tied(plan: RunPlan) -> bool:
+    """Whether a matrix is trained that is both embedding and head: of micro-batches that share loads of streamed layers
+    its gradients as head come first.
+    """
+    saved_modules: list[str] = getattr(plan.adapter, "modules_to_save", [])
+    return plan.model.config.tie_embeddings and (plan.adapter.kind == "none" or bool(saved_modules))
 
 
 def _has_dropout(plan: RunPlan) -> bool:

@@ -33,7 +33,7 @@ def pinned_parts(
             kept_bytes = inputs * len(model.layers) + last_norm_bytes(step)
         # The first stage has as many micro-batches under way as there are stages.
         parts["activations"] = min(pipeline, accumulation) * pinned_chunks(kept_bytes / pipeline)
-    if step.reference == "host":
+    if step.reference == "host" and step.stream != "layers":
         _rest, by_layer = layer_sizes(step)
         parts["reference model"] = sum(pinned_together(sizes) for sizes in by_layer.values())
     return parts

@@ -1,6 +1,6 @@
 """Bytes of a frozen copy of the model, the reference of rollouts whose training changes the base."""
 
-from bloomery.facts.limits import storage_bytes
+from bloomery.facts.limits import STREAM_BUFFERS, storage_bytes
 from bloomery.plan.estimate.step import StepShape
 from bloomery.recipe.schema import Quantize
 
@@ -8,15 +8,26 @@ from bloomery.recipe.schema import Quantize
 def reference_bytes(step: StepShape, *, shards: int = 1) -> float:
     """Of one device. Matrices of layers have the dtype of matmuls or are quantized, the rest that of the policy.
 
-    A copy on the host has one layer at a time on the device, with embeddings, last norm and head.
+    A copy on the host has one layer at a time on the device, with embeddings, last norm and head; one of a policy whose
+    layers stream has a ring of its own.
     """
     if step.reference == "none":
         return 0.0
     rest, by_layer = layer_sizes(step)
     in_layers = [sum(sizes) for sizes in by_layer.values()]
+    if step.stream == "layers":
+        return float(rest + STREAM_BUFFERS * max(in_layers, default=0))
     if step.reference == "host" and step.on_gpu:
         return float(rest + max(in_layers, default=0))
     return (rest + sum(in_layers)) / shards
+
+
+def streamed_reference_bytes(step: StepShape) -> float:
+    """On the host: the layers of a copy that streams with its policy."""
+    if step.reference == "none" or step.stream != "layers":
+        return 0.0
+    _rest, by_layer = layer_sizes(step)
+    return float(sum(map(sum, by_layer.values())))
 
 
 def layer_sizes(step: StepShape) -> tuple[int, dict[str, list[int]]]:

@@ -20,6 +20,7 @@ from bloomery.facts.limits import (
 )
 from bloomery.plan.estimate.activations import kept_by_layer, last_norm_bytes
 from bloomery.plan.estimate.moments import StepMoment, kept_logit_bytes, moments
+from bloomery.plan.estimate.reference import streamed_reference_bytes
 from bloomery.plan.estimate.states import TrainedLayer, stays_float32
 from bloomery.plan.estimate.step import StepShape
 
@@ -161,6 +162,18 @@ class HostMemory:
 
 def host_memory(step: StepShape, *, replicas: int = 1) -> HostMemory:
     """What a step of streamed weights holds on the host. Frozen weights of `replicas` on it are one copy."""
+    memory = _policy_memory(step, replicas=replicas)
+    reference = replicas * streamed_reference_bytes(step)
+    if not reference:
+        return memory
+    is_pinned = step.stream_host == "pinned"
+    return HostMemory(
+        parts=memory.parts | {"reference model": reference},
+        pinned=memory.pinned + (reference if is_pinned else 0.0),
+    )
+
+
+def _policy_memory(step: StepShape, *, replicas: int) -> HostMemory:
     model = step.model
     streamed = streamed_by_layer(step)
     weights = float(sum(streamed))

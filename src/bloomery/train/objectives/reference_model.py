@@ -56,8 +56,10 @@ def build_reference_model(
     _take_dtypes(reference, policy, plan.train.precision)
     reference.tie()
 
-    # 2. Shards as those of the policy. Nothing is kept for a backward, so that nothing is recomputed or offloaded.
+    # 2. Shards as those of the policy, and streamed as it is. Nothing is kept for a backward, so that nothing is
+    # recomputed or offloaded.
     on_host = objective.reference == "host" and plan.train.device != "cpu"
+    on_host &= plan.train.stream == "off"
     forward_only = {"activation_checkpointing": "none", "offload_activations": False}
     if on_host:  # the hooks that move a block are no part of compiled code
         forward_only["compile"] = False
@@ -68,9 +70,12 @@ def build_reference_model(
 
     # 3. The weights, read a piece at a time.
     device = torch.device(plan.train.device)
-    reference.to_empty(device=device)
-    if on_host:
-        reference.model.layers.to_empty(device="cpu")
+    if reference.weight_stream is not None:
+        reference.weight_stream.allocate()
+    else:
+        reference.to_empty(device=device)
+        if on_host:
+            reference.model.layers.to_empty(device="cpu")
     reference.tie()
     note = run_dir if mesh.first_rank else None
     InitialWeights(source, plan.train.seed, plan.model.new_ids, note, mesh).fill(reference)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import final
 
 import torch
@@ -64,13 +65,14 @@ class PolicyScores:
         mesh = self._state.model_and_optimizer.mesh
         batches, places = pack_for_rank(samples, shape, rank=mesh.data_rank, world=mesh.data_world)
 
-        # 2. The outputs for this rank's samples, then those of all.
+        # 2. The outputs for this rank's samples, then those of all. The value head is of the policy alone.
+        scoring = replace(self._scoring, value_head=None) if of_reference else self._scoring
         outputs = list[Tensor]()
         scored = as_reference(model, self._reference) if of_reference else _as_it_is(model)
         with scored as scored_model:
             for batch in batches:
                 on_device = to_device(batch, device)
-                head = self._scoring(on_device)
+                head = scoring(on_device)
                 output = forward(scored_model, on_device, head, precision=self._precision)
                 outputs.append(torch.stack([output.head[row] for row in rows]))
         outputs_on_host = torch.stack(outputs).cpu()  # the host waits once for all micro-batches
