@@ -23,6 +23,8 @@ CASES: dict[str, dict[str, Any]] = {
     "full bfloat16": FULL_BFLOAT16,
     "lora": {"adapter": LORA},
     "nf4": {"adapter": LORA, "quantize": Quantize(kind="nf4")},
+    "full, staged": {"train": {"stream_host": "staged"}},
+    "lora, staged": {"adapter": LORA, "train": {"stream_host": "staged"}},
     # The gradients of a tied matrix would be added in another order.
     "full, two per load": {"train": {"stream_micro_batches": 2}, "config": UNTIED},
     "lora, two per load": {"adapter": LORA, "train": {"stream_micro_batches": 2}},

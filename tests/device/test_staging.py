@@ -3,11 +3,12 @@
 from pathlib import Path
 
 import pytest
+import simulated
 import torch
 from torch import Tensor
 
 from bloomery.core.errors import UserError
-from bloomery.parallel.staging import FileBytes, Piece, StagingRing
+from bloomery.parallel.staging import FileBytes, Piece, StagingRing, _Stage
 
 DEVICE = torch.device("cuda")
 
@@ -62,3 +63,20 @@ def test_a_file_that_was_cut_is_said_where_the_copy_is_awaited(tmp_path: Path) -
     again = ring.copy([Piece(torch.ones(2000, dtype=torch.uint8), 0, target_B)])
     again.finish()
     assert bool((target_B == 1).all())
+
+
+def test_the_simulated_device_notices_a_buffer_that_is_filled_too_early(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the tests above could not fail."""
+    monkeypatch.setattr(_Stage, "copied", property(lambda _: None, lambda _, __: None))
+    ring = StagingRing(DEVICE, num_buffers=2, buffer_bytes=1000)
+    target_B = torch.zeros(20_000, dtype=torch.uint8, device=DEVICE)
+    simulated.problem_is_error(False)
+    try:
+        ring.copy([Piece(random_bytes(20_000, 0), 0, target_B)]).finish()
+        torch.cuda.synchronize()
+        assert "pinned memory was written" in str(simulated.report()["problem"])
+    finally:
+        simulated.problem_is_error(True)
+        simulated.clear()

@@ -10,6 +10,7 @@ import torch
 from steps_on_device import CASES, LAYERS, batches_of, streamed_plan
 
 from bloomery.model.io.parameters import local
+from bloomery.parallel.staging import Piece, StagedCopy, StagingRing
 from bloomery.parallel.streamed import LayerRing, StreamedWeights, in_backward
 from bloomery.parallel.transfers import CopyStream, CopyUnderWay
 from bloomery.plan.types import RunPlan
@@ -84,6 +85,7 @@ def first_wrong_order(streamed: Trained, expected: Trained, orders: int) -> int 
         ("full", QUICK_ORDERS),
         ("lora", QUICK_ORDERS),
         ("full, two per load", QUICK_ORDERS),
+        ("full, staged", QUICK_ORDERS),
         *(pytest.param(case, ORDERS, marks=pytest.mark.soak) for case in CASES),
     ],
 )
@@ -142,6 +144,24 @@ def updated_layers_are_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LayerRing, "forget", lambda _ring: None)
 
 
+def staged_layers_are_used_before_they_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    def finish(copy: StagedCopy) -> None:
+        if copy._queued is not None:
+            copy._queued.result()
+            copy._queued = None
+
+    monkeypatch.setattr(StagedCopy, "finish", finish)
+
+
+def buffers_are_filled_while_the_work_before_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = StagingRing._queue
+
+    def queue_at_once(ring: StagingRing, pieces: Sequence[Piece], work_before: Any) -> Any:
+        return queue(ring, pieces, torch.cuda.Event())  # of nothing
+
+    monkeypatch.setattr(StagingRing, "_queue", queue_at_once)
+
+
 FAULTS: dict[str, Sequence[Callable[[pytest.MonkeyPatch], None]]] = {
     "full": (
         layers_are_used_before_they_arrive,
@@ -152,6 +172,11 @@ FAULTS: dict[str, Sequence[Callable[[pytest.MonkeyPatch], None]]] = {
         the_last_layer_is_taken_for_one_that_is_there,
         nobody_says_that_weights_changed,
         updated_layers_are_not_forgotten,
+    ),
+    "full, staged": (
+        staged_layers_are_used_before_they_arrive,
+        buffers_are_filled_while_the_work_before_reads_them,
+        gradients_are_read_before_they_arrive,
     ),
     "lora": (
         layers_are_used_before_they_arrive,
@@ -168,7 +193,7 @@ FAULTS: dict[str, Sequence[Callable[[pytest.MonkeyPatch], None]]] = {
             case,
             plant,
             id=f"{case}, {plant.__name__}",
-            marks=[] if case == "full" else pytest.mark.soak,
+            marks=pytest.mark.soak if case == "lora" else [],
         )
         for case, faults in FAULTS.items()
         for plant in faults
