@@ -40,7 +40,7 @@ def test_every_recipe_that_starts_from_a_model_has_a_twin():
     # tests/train/test_ranks_recipes.py has theirs
     several = {"llama3.1-8b-full-8gpu", "llama2-70b-lora-8gpu"}
     assert asked - sizes - several == set(TWINS)
-    assert len(TWINS) == 37
+    assert len(TWINS) == 43
 
 
 @pytest.mark.parametrize("name", TWINS)
