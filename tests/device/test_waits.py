@@ -28,6 +28,7 @@ from bloomery.recipe.schema import Lora
 from bloomery.train import loop
 from bloomery.train import step as step_module
 from bloomery.train.evaluation import evaluation
+from bloomery.train.objectives.losses import LossParts
 from bloomery.train.optim.build import build_optimizer
 
 LISTED = tomllib.loads((Path(__file__).parent / "waits.toml").read_text())
@@ -232,16 +233,16 @@ def test_a_step_waits_where_the_list_says(name: str, folders: Folders, tmp_path:
 def test_a_wait_of_every_micro_batch_is_noticed(
     folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = step_module.compute_loss
+    plain = step_module.compute_losses
 
-    def waiting(*arguments: object, **settings: object) -> object:
-        parts = plain(*arguments, **settings)
-        assert parts.total.item() > 0
-        return parts
+    def waiting(*arguments: object, **settings: object) -> list[LossParts]:
+        all_parts = plain(*arguments, **settings)
+        assert all(parts.total.item() > 0 for parts in all_parts)
+        return all_parts
 
-    monkeypatch.setattr(step_module, "compute_loss", waiting)
+    monkeypatch.setattr(step_module, "compute_losses", waiting)
     found = waits_of_last_step(STEPS["4 micro-batches"](folders), tmp_path)
-    assert found == {"train/step.py train_step": 1, "train/step.py StepPasses.forward": 4}
+    assert found == {"train/step.py train_step": 1, "train/step.py StepPasses.forward_all": 4}
 
 
 def test_an_evaluation_waits_at_its_end(
