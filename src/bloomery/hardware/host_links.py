@@ -6,6 +6,7 @@ Does not import torch.
 import re
 from dataclasses import dataclass
 
+from bloomery.hardware.link_rates import measured_host_link
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile
 
@@ -53,6 +54,7 @@ _BY_LINK: tuple[tuple[str, float, str], ...] = (
     (r"PCIe3|NVLink2", 12.0, "assumed: PCIe 3 with 16 lanes, 76% of 15.8 GB/s"),
 )
 ASSUMED_SPREAD = 1.25  # the slot of the owner's board may be narrower
+MEASURED_SPREAD = 1.05
 BOTH_SHARE = 0.85  # of a direction alone: 48.2 of 28.4 + 29.0 GB/s on an RX 7900 XTX
 
 
@@ -62,8 +64,12 @@ def host_link(profile: Profile, machine: Machine) -> HostLink | None:
     gpu = profile.gpu
     if device is None or device.integrated or gpu is None:
         return None
+    is_here = machine.host.memory_origin == "read"
     rates = dict(gpu.host_gbs)
     reason = "published measurement of such a GPU"
+    measured = measured_host_link(machine) if is_here else None
+    if measured is not None:
+        rates, reason = measured
     if not rates:
         rate, reason = next(
             ((rate, reason) for pattern, rate, reason in _BY_LINK if re.search(pattern, gpu.link)),
@@ -74,7 +80,6 @@ def host_link(profile: Profile, machine: Machine) -> HostLink | None:
         return None
 
     # Of the host of a GPU that is planned for nothing is known but what a machine with such a GPU usually has.
-    is_here = machine.host.memory_origin == "read"
     to_device = rates["to_device"]
     both = rates.get("both", BOTH_SHARE * (to_device + rates["from_device"]))
     return HostLink(
@@ -87,5 +92,5 @@ def host_link(profile: Profile, machine: Machine) -> HostLink | None:
         host_cores=machine.host.cpu_cores if is_here else HOST_CORES,
         host_compiles=not is_here or machine.host.compiler is not None,
         reason=reason,
-        spread=ASSUMED_SPREAD,
+        spread=ASSUMED_SPREAD if measured is None else MEASURED_SPREAD,
     )

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from bloomery.core.child import LOOPBACK_INTERFACE, Child, accept, reply
 from bloomery.core.device import (
     accelerator_type,
+    can,
     copies_directly,
     device_backend,
     is_accelerator,
@@ -25,6 +26,7 @@ from bloomery.core.device import (
     select_device,
     synchronize,
 )
+from bloomery.hardware.copy_rates import copy_rates
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -497,6 +499,18 @@ def step_products(
     return found
 
 
+def host_copies(_: str, job: Mapping[str, Any]) -> Result:
+    """Copies between the device and its host: correct, and how fast."""
+    if not can(job["device"], "streams"):
+        return {"outcome": "absent", "message": "the device uses the memory of its host"}
+    try:
+        rates = copy_rates(job["device"])
+    except RuntimeError as error:
+        outcome = "wrong" if "changed the data" in str(error) else "failed"
+        return {"outcome": outcome, "message": str(error)}
+    return {"outcome": "ok", "facts": {name: f"{rate:.1f}" for name, rate in rates.items()}}
+
+
 def cpu_check(_: str, job: Mapping[str, Any]) -> Result:
     """Rates of one core: products of matrices by dtype, a copy, and a loop of Python.
 
@@ -572,6 +586,7 @@ PROBES: dict[str, Run] = {
     "bitsandbytes": nf4_round_trip,
     "flash-attn": flash_attn,
     "bandwidth": bandwidth,
+    "host": host_copies,
     "cpu-check": cpu_check,
     "p2p": p2p,
     "all-reduce": all_reduce,

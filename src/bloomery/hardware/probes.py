@@ -24,7 +24,7 @@ from bloomery.hardware.profile import (
     training_peers,
 )
 
-VERSION = 3  # of the probes: a changed probe invalidates cached results
+VERSION = 4  # of the probes: a changed probe invalidates cached results
 START_SECONDS = 90.0  # importing torch and starting a driver, on a slow disk
 CACHE = "probes.json"
 CACHED = 20  # machines, or states of one, in the cache
@@ -124,6 +124,7 @@ def machine_probe_specs(machine: Machine, profile: Profile) -> tuple[ProbeSpec, 
         ),
         *(ProbeSpec(name=f"matmul-{dtype}") for dtype in ("float32", "float16", "bfloat16")),
         ProbeSpec(name="bandwidth"),
+        *([] if accelerator is None or accelerator.integrated else [ProbeSpec(name="host-copies")]),
         *(ProbeSpec(name=f"attention-{kernel}") for kernel in kernels),
         ProbeSpec(name="bitsandbytes"),
         ProbeSpec(name="flash-attn"),

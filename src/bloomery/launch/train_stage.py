@@ -10,11 +10,12 @@ from typing import final
 
 from bloomery.check.products import product_problem
 from bloomery.check.run_start import checked_plan
-from bloomery.core.device import is_accelerator
+from bloomery.core.device import can, is_accelerator
 from bloomery.core.errors import UserError
 from bloomery.core.files import write_durably
 from bloomery.core.run_folder import RunFolder
-from bloomery.hardware.link_rates import store_links
+from bloomery.hardware.copy_rates import copy_rates
+from bloomery.hardware.link_rates import store_host_link, store_links
 from bloomery.hardware.machine import read_machine
 from bloomery.infer.model_folder import clear_drafts
 from bloomery.launch.deadline import Deadline
@@ -118,6 +119,8 @@ def meet_ranks(
     if deadline is not None:
         deadline.arm()
 
+    if plan.train.stream != "off" and can(plan.train.device, "streams"):
+        measure_host_link(plan, folder, mesh)
     preflight = check_ranks(mesh, plan, folder.path, product_problem=product_problem)
     if preflight is None:
         return mesh, ()
@@ -133,6 +136,21 @@ def meet_ranks(
             machine = read_machine(folder.machine)
             store_links(links_of(preflight, machine, day=date.today().isoformat()))
     return mesh, tuple(preflight.rates.slow_links())
+
+
+def measure_host_link(plan: RunPlan, folder: RunFolder, mesh: Mesh) -> None:
+    """Print how fast weights reach the device, beside what the plan assumes; later plans take the measured rates."""
+    rates = copy_rates(plan.train.device)
+    if not mesh.first_rank:
+        return
+    planned = f" (planned with {plan.stream.link})" if plan.stream and plan.stream.link else ""
+    texts = [f"{name.replace('_', ' ')} {rate:.3g}" for name, rate in rates.items()]
+    print(
+        f"preflight: GB/s of copies from and to the host: {', '.join(texts)}{planned}", flush=True
+    )
+    if folder.machine.is_file():
+        machine = read_machine(folder.machine)
+        store_host_link(machine, rates, day=date.today().isoformat())
 
 
 def report_placement(mesh: Mesh, emit: Emit) -> None:

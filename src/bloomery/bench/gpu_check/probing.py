@@ -11,7 +11,16 @@ from bloomery.check.step_probes import examined, recipe_plan
 from bloomery.hardware.machine import Probe
 from bloomery.hardware.probes import ProbeSpec, each_probe
 
-PROBES = ("device", "matmul", "bandwidth", "attention", "bitsandbytes", "flash-attn", "compile")
+PROBES = (
+    "device",
+    "matmul",
+    "bandwidth",
+    "host",
+    "attention",
+    "bitsandbytes",
+    "flash-attn",
+    "compile",
+)
 TINY_PROBES = ("device", "matmul-float32")
 OUTCOMES: dict[str, Outcome] = {
     "ok": "ok",

@@ -440,6 +440,7 @@ SUBJECTS: dict[str, tuple[str, Level, str]] = {
     "flash": ("flash-attn", "note", "train.attention=blockwise"),
     "blas": ("a BLAS library", "note", ""),
     "bandwidth": ("copying on the GPU", "slows", ""),
+    "host": ("copying between the GPU and CPU memory", "slows", "parallel.stream=off"),
     "p2p": ("copying between GPUs", "slows", ""),
     "all": ("all-reduce", "slows", ""),
     "device": ("the GPU", "blocks", ""),
