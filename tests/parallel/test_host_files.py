@@ -2,6 +2,7 @@
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,22 @@ def test_the_bits_are_those_of_weights_in_memory(
         assert not (tmp_path / "run").exists()
         assert len(read) == 3  # the embedding, the last norm and the head
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_reward_model_begins_with_the_layers_of_a_language_model(tmp_path: Path) -> None:
+    """Its values head is in no file."""
+    folder = saved(tmp_path / "model", ModelConfig(**SIZES), torch.bfloat16)
+    config = replace(read_config(folder), head="values", tie_embeddings=False)
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    decoder.to(torch.bfloat16).requires_grad_(False)
+    stream = StreamedWeights(decoder, CPU, placement="mapped")
+    decoder.weight_stream = stream
+    stream.allocate(folder, tmp_path / "run")
+    with stream.filling():
+        read_model(decoder, folder, seed=1)
+    assert stream.note is None
+    assert bool(torch.isfinite(logits(decoder)).all())
 
 
 def test_experts_stay_in_a_file(tmp_path: Path) -> None:

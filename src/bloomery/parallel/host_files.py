@@ -95,7 +95,8 @@ def _in_model_files(model: Decoder, source: Path) -> dict[Tensor, FileBytes]:
     if model.config.transformers_backend is not None:
         return found
     opened = dict[Path, FileIO]()
-    stored_model = StoredModel(model.config, source)
+    # With a seed, as what reads the rest has: a reward model's values head may be missing from a language model.
+    stored_model = StoredModel(model.config, source, seed=0)
     for name, parameter in base_parameters(model):
         tensor = stored_model.tensors.get(name)
         if tensor is None or name in VOCABULARY:
