@@ -215,9 +215,9 @@ def test_any_number_of_texts_and_threads_gives_the_same_bits(products: str) -> N
     del products
     decoder = fresh_decoder(UNEVEN, seed=2, dtype=torch.bfloat16).eval()
     step = CompiledStep(decoder)
-    ids = [7 * place % 61 for place in range(65)]
+    ids = [7 * place % 61 for place in range(131)]
     separate_logits = torch.cat([step([[token]], 0, Cache(UNEVEN, 8)) for token in ids])
-    for num_texts in (2, 5, 15, 16, 17, 32, 33, 49, 64, 65):
+    for num_texts in (2, 5, 15, 16, 17, 32, 33, 49, 64, 65, 131):
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             together = step(

@@ -21,7 +21,7 @@ constexpr Long LANES = 8, TEXTS = 3, HEADS = 2;
 #endif
 constexpr Long BLOCK = 64, ROWS = 4;
 constexpr Long LINE = 64, AHEAD = 8192, CACHED = 1 << 17;  // bytes
-constexpr Long TILE = 16, DEPTH = 32, PARTS = 2;  // rows and columns of a tile; numbers of a row; see `Inputs`
+constexpr Long TILE = 16, DEPTH = 32, PARTS = 2, TILED = 64;  // rows and columns of a tile; numbers of a row; see `Inputs`
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
@@ -273,26 +273,28 @@ static inline void rows(const Matrix &m, Long first, Long last, const float *x, 
 struct Inputs {
     const float *x = nullptr;
     Long count = 0;
-    std::vector<Word> tiles;  // [texts / TILE, depth / DEPTH, PARTS, words_of_tile]
-    bool are_tiled = false;
+    std::vector<Word> tiles;  // [texts / TILE, depth / DEPTH, PARTS, words_of_tile]: of `number` texts from `first` on
+    Long first = -1, number = 0;
 
-    void hold(const float *rows, Long number) { x = rows; count = number; are_tiled = false; }
-    Long words_of_tile() const { return count == 1 ? TILE : TILE * TILE; }
+    void hold(const float *rows, Long texts) { x = rows; count = texts; first = -1; }
+    Long words_of_tile() const { return number == 1 ? TILE : TILE * TILE; }
     Long words_of_group(Long size) const { return size / DEPTH * PARTS * words_of_tile(); }
-    Long bytes_of_tile_row() const { return count == 1 ? sizeof(Word) : TILE * sizeof(Word); }
+    Long bytes_of_tile_row() const { return number == 1 ? sizeof(Word) : TILE * sizeof(Word); }
 #ifdef __AMX_BF16__
-    void tile(Long size) {
-        if (are_tiled) return;
-        are_tiled = true;
-        tiles.resize((count + TILE - 1) / TILE * words_of_group(size) + TILE);
+    // Tiles of the texts from `begin` on, as many as the cache holds.
+    void tile(Long size, Long begin) {
+        if (first == begin) return;
+        first = begin;
+        number = std::min(count - begin, TILED);
+        tiles.resize((number + TILE - 1) / TILE * words_of_group(size) + TILE);
         Word *into = tiles.data(), words[PARTS][TILE][TILE] = {};
-        for (Long first = 0; first < count; first += TILE) {
-            const Long texts = std::min(count - first, TILE);
+        for (Long group = 0; group < number; group += TILE) {
+            const Long texts = std::min(number - group, TILE);
             for (Long part = 0; part < PARTS; part++) memset(words[part][texts % TILE], 0, texts % TILE ? (TILE - texts) * TILE * sizeof(Word) : 0);
             for (Long depth = 0; depth < size; depth += DEPTH) {
-                for (Long t = 0; t < texts; t++) split(x + (first + t) * size + depth, words[0][t], words[1][t]);
+                for (Long t = 0; t < texts; t++) split(x + (begin + group + t) * size + depth, words[0][t], words[1][t]);
                 for (Long part = 0; part < PARTS; part++, into += words_of_tile()) {
-                    if (count == 1) memcpy(into, words[part][0], TILE * sizeof(Word));
+                    if (number == 1) memcpy(into, words[part][0], TILE * sizeof(Word));
                     else transpose_tile(into, TILE, words[part][0], TILE);
                 }
             }
@@ -351,23 +353,23 @@ static inline void tile_sums(const Half *weight, Long inputs, const Word *given,
     if constexpr (R * N > 2) _tile_stored(3, into + (N + 1) * size, TILE * sizeof(float));
 }
 
-// R times 16 rows of a matrix from `begin` on times all texts; only rows from `first` on are written.
+// R times 16 rows of a matrix from `begin` on times the texts that are tiled; only rows from `first` on are written.
 template <Long R>
 static inline void tile_rows(const Matrix &m, Long begin, Long first, const Inputs &x, const char *ahead, float *y) {
     const Half *weight = (const Half *)m.weight + begin * m.inputs;
     alignas(64) float sums[4 * TILE * TILE], turned[TILE * TILE];
     // Each pass over these rows asks for a share of the next ones.
-    const Long passes = (x.count + 2 * TILE - 1) / (2 * TILE), lines = (R * TILE + passes - 1) / passes;
-    for (Long n = 0; n < x.count;) {
+    const Long passes = (x.number + 2 * TILE - 1) / (2 * TILE), lines = (R * TILE + passes - 1) / passes;
+    for (Long n = 0; n < x.number;) {
         const Word *given = x.tiles.data() + n / TILE * x.words_of_group(m.inputs);
-        const Long groups = x.count - n > TILE ? 2 : 1;
+        const Long groups = x.number - n > TILE ? 2 : 1;
         if (groups == 2) tile_sums<R, 2>(weight, m.inputs, given, x, ahead, lines, sums);
         else tile_sums<R, 1>(weight, m.inputs, given, x, ahead, lines, sums);
         ahead += m.inputs / DEPTH * lines * LINE;
         for (Long r = 0; r < R; r++)
             for (Long group = 0; group < groups; group++) {
                 const Long row = begin + r * TILE, skipped = std::max<Long>(first - row, 0);
-                const Long texts = std::min(x.count - n - group * TILE, TILE);
+                const Long texts = std::min(x.number - n - group * TILE, TILE);
                 const Word *tile = (const Word *)(sums + (r * groups + group) * TILE * TILE);
                 float *into = y + (n + group * TILE) * m.outputs + row;
                 if (texts == TILE && !skipped && !m.bias) { transpose_tile((Word *)into, m.outputs, tile, TILE); continue; }
@@ -384,15 +386,17 @@ static inline void tile_rows(const Matrix &m, Long begin, Long first, const Inpu
 }
 
 static void product_of_tiles(const Matrix &m, Inputs &x, float *y, Part part) {
-    x.tile(m.inputs);
-    for (Long row = part.first; row < part.last;) {
-        const bool two = x.count > TILE && part.last - row >= 2 * TILE;
-        // The last tile of a matrix that does not fill it begins earlier.
-        const Long begin = std::min(row, m.outputs - TILE), end = std::min(row + (two ? 2 : 1) * TILE, part.last);
-        const char *ahead = (const char *)((const Half *)m.weight + end * m.inputs);
-        if (two) tile_rows<2>(m, begin, row, x, ahead, y);
-        else tile_rows<1>(m, begin, row, x, ahead, y);
-        row = end;
+    for (Long text = 0; text < x.count; text += TILED, y += TILED * m.outputs) {
+        x.tile(m.inputs, text);
+        for (Long row = part.first; row < part.last;) {
+            const bool two = x.number > TILE && part.last - row >= 2 * TILE;
+            // The last tile of a matrix that does not fill it begins earlier.
+            const Long begin = std::min(row, m.outputs - TILE), end = std::min(row + (two ? 2 : 1) * TILE, part.last);
+            const char *ahead = (const char *)((const Half *)m.weight + end * m.inputs);
+            if (two) tile_rows<2>(m, begin, row, x, ahead, y);
+            else tile_rows<1>(m, begin, row, x, ahead, y);
+            row = end;
+        }
     }
 }
 #endif
