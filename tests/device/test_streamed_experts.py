@@ -32,7 +32,7 @@ from bloomery.recipe.schema import Lora, Quantize
 from bloomery.train.objectives.build import build_objective
 from bloomery.train.state import build_state
 from bloomery.train.step import train_step
-from ranks import train
+from ranks import losses, train
 
 # More layers than buffers: a layer is gone before backward comes to it.
 MIXTURE = mixture(hidden_size=64, num_layers=4)
@@ -125,6 +125,37 @@ def test_backward_loads_the_weights_of_layers_that_are_not_recomputed(
 ) -> None:
     plan = plan_of(corpus, bases["gpt_oss"], CASES[name])
     assert_streamed_is_resident(plan, tmp_path, checkpointing)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("order", [("experts", "off"), ("off", "experts"), ("experts", "layers")])
+def test_a_run_resumes_with_its_weights_elsewhere(
+    corpus: Path, bases: dict[str, Path], tmp_path: Path, order: tuple[str, str]
+) -> None:
+    sections = {"adapter": EXPERTS, "quantize": NF4, "train": {"steps": 4}}
+    plan = plan_of(corpus, bases["qwen3_moe"], sections)
+
+    def streaming(stream: str) -> RunPlan:
+        settings = {"device": "cuda", "stream": stream, "activation_checkpointing": "full"}
+        changes = {"train": settings, "data": {"pin_memory": True}, "memory": {"limit": 3 * 2**30}}
+        return plan.model_copy(
+            update={
+                name: getattr(plan, name).model_copy(update=fields)
+                for name, fields in changes.items()
+            }
+        )
+
+    whole = train(streaming("off"), tmp_path / "whole")
+    first = train(streaming(order[0]), tmp_path / "halves", stop_after=2)
+    half = tmp_path / "halves/checkpoints/step-00000002"
+    rest = train(streaming(order[1]), tmp_path / "halves", resume_from=half)
+    assert losses(first) | losses(rest) == losses(whole)
+    last = "checkpoints/step-00000004"
+    files = sorted((tmp_path / "whole" / last).rglob("*.safetensors"))
+    assert files
+    for file in files:
+        other = tmp_path / "halves" / file.relative_to(tmp_path / "whole")
+        assert file.read_bytes() == other.read_bytes()
 
 
 GENERATED = Lora(kind="lora", rank=4, target_modules=["q_proj", "v_proj"])
