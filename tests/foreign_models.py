@@ -40,6 +40,22 @@ SIZES: dict[str, dict[str, Any]] = {
         "mamba_n_groups": 1,
         "mamba_chunk_size": 8,
     },
+    # the same with experts beside one that every token meets, as Granite 4 Tiny
+    "granitemoehybrid": _LLAMA
+    | _TOKENS
+    | {
+        "layer_types": ["mamba", "attention"],
+        "position_embedding_type": "nope",
+        "intermediate_size": 16,
+        "shared_intermediate_size": 32,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 1,
+        "mamba_chunk_size": 8,
+    },
     # attention of its own
     "mpt": {"vocab_size": 64, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},
     "llama": _LLAMA | _TOKENS,

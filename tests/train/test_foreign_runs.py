@@ -208,9 +208,13 @@ def test_a_known_family_has_the_same_losses_through_transformers(prepared, bases
         assert through.losses()[step] == pytest.approx(loss, abs=1e-4)
 
 
-def test_an_adapter_of_a_hybrid_is_resumed_and_opens_in_peft(prepared, tmp_path):
-    saved_model("bamba", base := tmp_path / "bamba", vocab_size=300)
-    adapter = {"target_modules": ["in_proj", "q_proj"]}
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [("bamba", ["in_proj", "q_proj"]), ("granitemoehybrid", ["all-linear"])],
+)
+def test_an_adapter_of_a_hybrid_is_resumed_and_opens_in_peft(prepared, tmp_path, kind, targets):
+    saved_model(kind, base := tmp_path / kind, vocab_size=300)
+    adapter = {"target_modules": targets}
     plan = foreign_plan(
         prepared, base, adapter=adapter, model={"attention": "mask"}, train={"steps": 4}
     )
