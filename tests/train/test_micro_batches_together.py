@@ -9,10 +9,12 @@ from test_hybrid_runs import CONVOLUTIONS, HYBRID
 from test_step import OBJECTIVE, batch
 
 from bloomery.facts.config import Experts
+from bloomery.model.heads import ScoreSettings
 from bloomery.parallel.offload import offload_activations
 from bloomery.parallel.streamed import StreamedWeights
 from bloomery.plan.types import RouterPlan
 from bloomery.recipe.schema import Lora
+from bloomery.train.objectives.build import BaseScores
 from bloomery.train.state import build_state
 from bloomery.train.step import StepResult, train_step
 
@@ -94,6 +96,23 @@ def test_a_step_has_the_bits_of_one_micro_batch_after_the_other(name: str, toget
     assert results == expected_results
     assert expected_results[0].grad_norm > 0
     assert [n for n in expected if not torch.equal(tensors[n], expected[n])] == []
+
+
+def test_a_reference_scores_as_many_micro_batches_for_each_load() -> None:
+    config = replace(UNTIED, num_layers=5)
+    plan = tiny_plan(config=config, train={"stream": "layers"}).model_copy(update={"adapter": LORA})
+    settings = ScoreSettings(chunk=64)
+    scores = {}
+    num_loads = {}
+    for together in (1, 5):
+        model = build_state(plan).model
+        stream = model.weight_stream
+        assert isinstance(stream, StreamedWeights)
+        completed = BaseScores(settings, "float32", together=together)(model, BATCHES)
+        scores[together] = [batch.extras["reference"] for batch in completed]
+        num_loads[together] = stream.ring.num_loads
+    assert all(map(torch.equal, scores[1], scores[5]))
+    assert num_loads[5] <= 5 + 1 < 4 * 5 < num_loads[1]  # the next forward begins with the first
 
 
 def test_borders_of_layers_wait_on_the_host() -> None:

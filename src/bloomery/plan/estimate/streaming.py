@@ -277,7 +277,7 @@ def passes_over(step: StepShape, tokens: int) -> int:
 def passes_of(step: StepShape, passes: int) -> list[list[Use]]:
     """The uses of each pass over the layers in a step, which begins with no layer on the device.
 
-    A reference model scores one micro-batch after the other; the load of experts is counted like a forward.
+    A reference model scores micro-batches together, as they are trained on; so is the load of experts counted.
     """
     num_layers = len(step.model.layers)
     streamed = [layer for layer, size in enumerate(streamed_by_layer(step)) if size]
@@ -289,16 +289,15 @@ def passes_of(step: StepShape, passes: int) -> list[list[Use]]:
         return tuple(order.load(layer, upcoming)) if layer in following else ()
 
     together = step.stream_micro_batches
-    forwards = [1] * (step.extra_forwards * together) + [together] * int(step.counts_first)
     all_uses = list[list[Use]]()
     for _ in range(passes):
         uses = list[Use]()
-        for micro_batches in forwards:
+        for _forward in range(step.extra_forwards + int(step.counts_first)):
             for layer in range(num_layers):
                 upcoming = following.get(layer)
                 if upcoming is None and streamed:
                     upcoming = streamed[0]
-                uses.append(Use(layer, False, load(layer, upcoming), micro_batches))
+                uses.append(Use(layer, False, load(layer, upcoming), together))
         for layer in range(num_layers):
             uses.append(Use(layer, False, load(layer, following.get(layer)), together))
         for layer in reversed(range(num_layers)):

@@ -14,7 +14,7 @@ from bloomery.data.batch import Batch
 from bloomery.facts.objectives import LossUnit, ObjectiveSpec
 from bloomery.infer.forward import (
     eval_mode,
-    forward,
+    forward_all,
     has_dropout,
     loss_positions_in,
     to_device,
@@ -120,10 +120,30 @@ def batch_label_scores(
     model: Decoder, batch: Batch, settings: ScoreSettings, *, precision: str
 ) -> Tensor:
     """float32 [B, T]: the log-probability of each loss token, 0 elsewhere."""
-    head = LabelScores(batch.labels, batch.loss_mask, settings, loss_positions_in(batch))
-    output = forward(model, batch, head, precision=precision)
+    (scores_BT,) = all_label_scores(model, [batch], settings, precision=precision)
+    return scores_BT
+
+
+def all_label_scores(
+    model: Decoder, batches: Sequence[Batch], settings: ScoreSettings, *, precision: str
+) -> list[Tensor]:
+    """`batch_label_scores` of each; every layer computes all of them before the next one."""
+    heads = [
+        LabelScores(batch.labels, batch.loss_mask, settings, loss_positions_in(batch))
+        for batch in batches
+    ]
+    outputs = forward_all(model, batches, heads, precision=precision)
     # Stages of a pipeline without the head have no scores, and nobody reads theirs.
-    return output.head if model.ends_here else torch.zeros_like(batch.loss_mask)
+    return [
+        output.head if model.ends_here else torch.zeros_like(batch.loss_mask)
+        for output, batch in zip(outputs, batches, strict=True)
+    ]
+
+
+def in_groups(batches: Sequence[Batch], size: int, device: torch.device) -> Iterator[list[Batch]]:
+    """The batches on the device, at most `size` at once."""
+    for start in range(0, len(batches), size):
+        yield [to_device(batch, device) for batch in batches[start : start + size]]
 
 
 @contextmanager
@@ -139,33 +159,37 @@ def as_reference(model: Decoder, copy: Decoder | None) -> Iterator[Decoder]:
 
 @dataclass(frozen=True)
 class BaseScores:
-    """Completes batches with reference log-probabilities: of `copy`, or of the base model, without its adapter."""
+    """Completes batches with reference log-probabilities: of `copy`, or of the base model, without its adapter.
+
+    `together`: batches that share each load of streamed weights.
+    """
 
     settings: ScoreSettings
     precision: str
     copy: Decoder | None = None
+    together: int = 1
 
     def __call__(self, model: Decoder, batches: Sequence[Batch]) -> list[Batch]:
         device = model.device
         with as_reference(model, self.copy) as reference:
-            return [
-                batch.with_extras(
-                    reference=batch_label_scores(
-                        reference,
-                        to_device(batch, device),
-                        self.settings,
-                        precision=self.precision,
-                    )
+            scores = [
+                scores_BT
+                for group in in_groups(batches, self.together, device)
+                for scores_BT in all_label_scores(
+                    reference, group, self.settings, precision=self.precision
                 )
-                for batch in batches
             ]
+        return [
+            batch.with_extras(reference=scores_BT)
+            for batch, scores_BT in zip(batches, scores, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
 class ObjectiveInputs:
     """What objectives are built from. `base_scores`: None where a file has the reference log-probabilities.
 
-    `load_teacher`: of a distillation alone.
+    `load_teacher`: of a distillation alone. `together`: micro-batches that share each load of streamed weights.
     """
 
     objective: ObjectiveSection
@@ -174,6 +198,7 @@ class ObjectiveInputs:
     base_scores: BaseScores | None
     mesh: Mesh
     load_teacher: Callable[[], Decoder]
+    together: int = 1
 
 
 def build_objective(
@@ -189,6 +214,7 @@ def build_objective(
     `reference`: the frozen copy of its start, where it has one.
     """
     score_settings = ScoreSettings(plan.model.score_chunk, operators=operators)
+    together = plan.train.stream_micro_batches
     scores_in_steps = reference_of(plan.objective, plan.adapter).value in ("adapters", "copy")
 
     def teacher() -> Decoder:
@@ -206,11 +232,12 @@ def build_objective(
             ),
             value_head,
         ),
-        BaseScores(score_settings, plan.train.precision, copy=reference)
+        BaseScores(score_settings, plan.train.precision, copy=reference, together=together)
         if scores_in_steps
         else None,
         mesh,
         teacher,
+        together,
     )
     return _builder_of(plan.objective.spec)(inputs)
 
@@ -330,14 +357,15 @@ def kto(inputs: ObjectiveInputs) -> Objective:
         device = model.device
         with eval_mode(model):
             sums = list[Tensor]()
-            for host_batch in batches:
-                batch = to_device(host_batch, device)
-                head = mismatched_head(host_batch, batch)
-                output = forward(model, batch, head, precision=precision)
-                if mesh.last_stage:
-                    sums.append(kl_sums(output.head, batch))
-                else:
-                    sums.append(torch.zeros(2, device=device))
+            for group in in_groups(batches, inputs.together, device):
+                host_group = batches[len(sums) : len(sums) + len(group)]
+                heads = list(map(mismatched_head, host_group, group))
+                outputs = forward_all(model, group, heads, precision=precision)
+                for output, batch in zip(outputs, group, strict=True):
+                    if mesh.last_stage:
+                        sums.append(kl_sums(output.head, batch))
+                    else:
+                        sums.append(torch.zeros(2, device=device))
         baseline = _mean_at_least_0(mesh.all_reduce(sum(sums[1:], start=sums[0])))
         return [batch.with_extras(baseline=baseline) for batch in batches]
 

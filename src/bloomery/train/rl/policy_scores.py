@@ -8,9 +8,10 @@ from typing import final
 import torch
 from torch import Tensor
 
-from bloomery.infer.forward import eval_mode, forward, to_device
+from bloomery.infer.forward import eval_mode, forward_all
 from bloomery.model.decoder import Decoder
-from bloomery.train.objectives.build import Scoring, as_reference
+from bloomery.plan.types import TrainPlan
+from bloomery.train.objectives.build import Scoring, as_reference, in_groups
 from bloomery.train.rl.rollout import (
     MicroBatchShape,
     RolloutSample,
@@ -29,13 +30,14 @@ class PolicyScores:
     """Computes them as training does, on all ranks, which call it together."""
 
     def __init__(
-        self, state: TrainState, scoring: Scoring, reference: Decoder | None, *, precision: str
+        self, state: TrainState, scoring: Scoring, reference: Decoder | None, train: TrainPlan
     ) -> None:
         """`reference`: the frozen copy of the start; None where the model without its adapter is the reference."""
         self._state = state
         self._scoring = scoring
         self._reference = reference
-        self._precision = precision
+        self._precision = train.precision
+        self._together = train.stream_micro_batches
 
     def logps(
         self,
@@ -70,11 +72,10 @@ class PolicyScores:
         outputs = list[Tensor]()
         scored = as_reference(model, self._reference) if of_reference else _as_it_is(model)
         with scored as scored_model:
-            for batch in batches:
-                on_device = to_device(batch, device)
-                head = scoring(on_device)
-                output = forward(scored_model, on_device, head, precision=self._precision)
-                outputs.append(torch.stack([output.head[row] for row in rows]))
+            for group in in_groups(batches, self._together, device):
+                heads = list(map(scoring, group))
+                for output in forward_all(scored_model, group, heads, precision=self._precision):
+                    outputs.append(torch.stack([output.head[row] for row in rows]))
         outputs_on_host = torch.stack(outputs).cpu()  # the host waits once for all micro-batches
         own_numbers = [
             outputs_on_host[

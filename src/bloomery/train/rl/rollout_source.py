@@ -297,7 +297,7 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
         inputs.state,
         policy_scoring(objective, scoring),
         inputs.reference_model,
-        precision=plan.train.precision,
+        plan.train,
     )
     return RolloutSource(
         inputs.state,
