@@ -71,6 +71,7 @@ from bloomery.model.io.weights import (
     write_model,
     write_model_piecewise,
 )
+from bloomery.model.io.whole_models import is_inside_whole, make_whole
 
 ReadParameter = Callable[[str], Tensor]  # a parameter by its name in the decoder
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
@@ -264,6 +265,9 @@ def export_merged(
         write_other_files(draft, out.name, config, model_files)
         if verify:
             proofs += _compare_logits(draft, model_files, target_dtype, use)
+        if is_inside_whole(model_files.weights):
+            make_whole(draft, model_files.base)
+            proofs.append("whole: the vision tower and its processor are those of the base")
     return finished_export(out, proofs)
 
 

@@ -36,14 +36,15 @@ class PictureFeatures(NamedTuple):
 class VisionTower(nn.Module):
     """Everything of a multimodal model that is no language model, frozen.
 
-    Its parameters have the names of transformers' model, below `tower`.
+    Its parameters have the names of transformers' model, below `tower`. `language_model`: what that calls the other
+    part of it.
     """
 
     def __init__(self, vision: Vision) -> None:
         """Parameters have no memory yet: `load_tower` gives it. Raises UserError where transformers cannot build it."""
         super().__init__()
         self.vision = vision
-        self.tower = blank_tower(vision)
+        self.tower, self.language_model = blank_tower(vision)
         self.requires_grad_(False)
         self.eval()
 
@@ -72,8 +73,11 @@ class VisionTower(nn.Module):
         return PictureFeatures(features_ND, deep_features)
 
 
-def blank_tower(vision: Vision) -> Any:
-    """transformers' model of a multimodal config.json without its language model; matrices have no memory."""
+def blank_tower(vision: Vision) -> tuple[Any, str]:
+    """transformers' model of a multimodal config.json without its language model, and the name that this had.
+
+    Matrices have no memory.
+    """
     try:
         from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
     except ImportError as error:
@@ -87,10 +91,9 @@ def blank_tower(vision: Vision) -> Any:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), MatricesOnMeta():
         whole = build(config, dtype=torch.float32)
     tower = whole.model
-    for name in LANGUAGE_MODELS:
-        if hasattr(tower, name):
-            delattr(tower, name)
-    return tower
+    language_model = next(name for name in LANGUAGE_MODELS if hasattr(tower, name))
+    delattr(tower, language_model)
+    return tower, language_model
 
 
 def load_tower(

@@ -383,10 +383,10 @@ def find_tensors(folder: Path) -> dict[str, StoredTensor]:
 
     Raises UserError for a missing file, a shard outside the folder, a tensor in two shards, or pickled weights.
     """
-    return _text_tensors(_all_tensors(folder))
+    return _text_tensors(all_tensors_of(folder))
 
 
-def _all_tensors(folder: Path) -> dict[str, StoredTensor]:
+def all_tensors_of(folder: Path) -> dict[str, StoredTensor]:
     """Under their names in the files; those of a quantized matrix are one."""
     tensors = _tensors_of_files(folder)
     if not (folder / "config.json").is_file():
@@ -463,7 +463,7 @@ def vision_tensors(folder: Path) -> dict[str, StoredTensor]:
     """What a multimodal model has beside its language model, by the names of its files. Raises UserError as
     `find_tensors` does.
     """
-    tensors = _all_tensors(folder)
+    tensors = all_tensors_of(folder)
     return {name: tensor for name, tensor in tensors.items() if name.startswith(VISION)}
 
 
@@ -559,7 +559,7 @@ def read_headers(
     conversions = {} if config.transformers_backend is None else _conversions(config)
     expected_names = {location.name for location in locations.values()} | conversions.keys()
     embedding = locations["model.embed_tokens.weight"].name
-    all_tensors = _all_tensors(folder)
+    all_tensors = all_tensors_of(folder)
     stored = _text_tensors(all_tensors)
     where = str(next(iter(stored.values())).path if stored else folder)
     stored = {as_saved(name, config): tensor for name, tensor in stored.items()}

@@ -343,7 +343,7 @@ def write_model(
     def write_shard(file: Path, names: list[str]) -> None:
         save_file({name: tensors[name].cpu() for name in names}, file, metadata={"format": "pt"})
 
-    _write_shards(folder, sizes, shard_bytes, write_shard)
+    write_shards(folder, sizes, shard_bytes, write_shard)
 
 
 def write_model_piecewise(
@@ -396,7 +396,7 @@ def write_model_piecewise(
         write_tensors(file, {name: specs[name] for name in stored_names}, stored_tensor)
 
     sizes = {name: kind.itemsize * math.prod(shape) for name, (shape, kind) in specs.items()}
-    _write_shards(folder, sizes, shard_bytes, write_shard)
+    write_shards(folder, sizes, shard_bytes, write_shard)
 
 
 def _conversions_of(config: ModelConfig) -> tuple[StoredConversion, ...]:
@@ -441,7 +441,7 @@ def write_config(config: ModelConfig, dtype: str, folder: Path) -> None:
     write_json(folder / "config.json", config_to_hf(config) | dtypes)
 
 
-def _write_shards(
+def write_shards(
     folder: Path,
     sizes: dict[str, int],
     shard_bytes: int,

@@ -17,6 +17,7 @@ from bloomery.model.adapters.settings import Adaptation, Base, digest
 from bloomery.model.decoder import VALUE_HEAD, Decoder
 from bloomery.model.io.stored import tensor_locations
 from bloomery.model.io.weights import init_weights, read_model, write_config, write_model
+from bloomery.model.io.whole_models import make_whole
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.store import note_model
 from bloomery.train.checkpoint.rank_writers import PartLayout
@@ -129,13 +130,24 @@ class FullWeights:
 
     def writer(self) -> ModelWriter:
         config = self.model.config
-        return lambda tensors, folder: write_model(tensors, config, folder)
+        base = self.initial.source
+        is_whole = self.model.vision is not None
+
+        def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
+            write_model(tensors, config, folder)
+            if is_whole:
+                assert base is not None, "a tower is a folder's"
+                make_whole(folder, base)
+
+        return write
 
     def stored_model(self) -> PartLayout | None:
         config = self.model.config
         backend = config.transformers_backend
         if backend is not None and backend.conversions:
             return None  # transformers makes the tensors of files of whole parameters
+        if self.model.vision is not None:
+            return None  # one rank writes the tower, too
         return PartLayout(
             tensor_locations(config), lambda dtype, folder: write_config(config, dtype, folder)
         )
@@ -173,7 +185,11 @@ class LoraWeights:
         base = _name_of(self.base)
         settings = self.settings
         config = self.model.config
-        return lambda tensors, folder: write_adapter(tensors, settings, config, folder, base=base)
+        vision = self.model.vision
+        inside = "" if vision is None else vision.language_model
+        return lambda tensors, folder: write_adapter(
+            tensors, settings, config, folder, base=base, inside=inside
+        )
 
     def stored_model(self) -> None:
         """PEFT opens an adapter in one file alone."""
