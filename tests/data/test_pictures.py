@@ -180,3 +180,15 @@ def test_a_model_of_text_refuses_pictures(prepared, tmp_path):
     (tmp_path / "base" / "config.json").write_text(json.dumps(config["text_config"]))
     with pytest.raises(UserError, match="has pictures, and the model reads text alone"):
         prepare(load_recipe(tmp_path / "recipe.yaml"), tmp_path / "text")
+
+
+def test_a_length_below_every_picture_is_named_with_the_shortest_row(prepared, tmp_path):
+    prepared([row(RED, TEXT)])
+    recipe = (tmp_path / "recipe.yaml").read_text().replace("512", "16")
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    with pytest.raises(
+        UserError, match="no conversation with pictures fits into 16 tokens"
+    ) as caught:
+        prepare(load_recipe(tmp_path / "recipe.yaml"), tmp_path / "short")
+    longest = int(open_split(tmp_path / "prepared-stop", "train").bounds[1])
+    assert caught.value.fix == f"set data.sequence_length={longest}"

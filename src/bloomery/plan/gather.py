@@ -45,6 +45,7 @@ from bloomery.facts.config import ModelConfig
 from bloomery.facts.families import architecture_of
 from bloomery.facts.hf_config import text_part
 from bloomery.facts.limits import refuse_teacher_length, refuse_teacher_tokenizer
+from bloomery.facts.pictures import vision_of
 from bloomery.facts.published import published_config, similar_names
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile, build_profile
@@ -251,7 +252,9 @@ def _unrun_programs(start: str, config: ModelConfig) -> Iterator[str]:
         left_out = (
             "vision and audio weights" if raw_config.get("audio_config") else "vision weights"
         )
-        yield f"{name} is multimodal: its language model is trained as {architecture}, {left_out} are left out"
+        line = f"{name} is multimodal: its language model is trained as {architecture}, {left_out} are left out"
+        sees = vision_of(raw_config, where=str(folder)) is not None
+        yield f"{line}; they read the pictures of a dataset, if it has some" if sees else line
     elif raw_config.get("auto_map"):
         yield f"{name} has remote code (auto_map), which is never run: loaded as {architecture}"
     elif isinstance(kind, str) and config.transformers_backend is None and kind != config.family:

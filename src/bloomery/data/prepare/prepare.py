@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bloomery.core.errors import UserError
 from bloomery.core.files import open_regular, try_lock
 from bloomery.core.units import MIB
@@ -24,6 +26,7 @@ from bloomery.data.shards import (
     Manifest,
     check_record,
     check_shards,
+    open_split,
     read_manifest,
 )
 from bloomery.data.sources import arithmetic, builtin
@@ -231,6 +234,14 @@ def check_sequences(manifest: Manifest, data: Data, folder: Path) -> None:
             "all labels are masked: no row has an assistant turn to train on",
             where="data.chat.train_on",
             fix="set data.chat.train_on=all, or print the loss mask: bloomery prepare RECIPE --preview 3",
+        )
+    if manifest.has_pictures:
+        lengths = np.diff(open_split(folder, "train", manifest).bounds)
+        raise UserError(
+            f"no conversation with pictures fits into {length:,} tokens, and none is cut: the shortest has"
+            f" {int(lengths.min()):,}",
+            where="data.sequence_length",
+            fix=f"set data.sequence_length={int(lengths.max())}",
         )
     raise UserError(
         f"no loss tokens: the first {length:,} labels of every row are masked",
