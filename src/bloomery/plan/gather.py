@@ -4,6 +4,7 @@ A prepared dataset is counted. Before, its size is estimated from its files, and
 `prepare` checks them.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -17,6 +18,7 @@ from bloomery.data.chat.render import EncodedExample, Renderer
 from bloomery.data.chat.written import notes as left_out_notes
 from bloomery.data.examples import BadRow, Example
 from bloomery.data.packing import count_sequences
+from bloomery.data.pictures.encoder import encoder_of
 from bloomery.data.prepare.kinds import Kinds, checked_tokens, kinds_among, refuse_mixture, train_on
 from bloomery.data.prepare.pipeline import no_documents, streams, untokenised
 from bloomery.data.prepare.prepare import finished_manifest, refuse_layout
@@ -58,7 +60,7 @@ from bloomery.model.configs import (
     read_config,
     stated_config,
 )
-from bloomery.model.io.stored import find_tensors, is_bare, stored_parameters
+from bloomery.model.io.stored import find_tensors, is_bare, stored_parameters, vision_tensors
 from bloomery.plan.dataset_size import OF_BYTES, DatasetSize, dataset_size, sample_rows
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.store import read_plan
@@ -254,7 +256,7 @@ def _unrun_programs(start: str, config: ModelConfig) -> Iterator[str]:
         )
         line = f"{name} is multimodal: its language model is trained as {architecture}, {left_out} are left out"
         sees = vision_of(raw_config, where=str(folder)) is not None
-        yield f"{line}; they read the pictures of a dataset, if it has some" if sees else line
+        yield f"{line} where the dataset has no pictures" if sees else line
     elif raw_config.get("auto_map"):
         yield f"{name} has remote code (auto_map), which is never run: loaded as {architecture}"
     elif isinstance(kind, str) and config.transformers_backend is None and kind != config.family:
@@ -382,7 +384,17 @@ def prepared_facts(manifest: Manifest, recipe: Recipe, prepared: Path) -> Datase
         eos_id=manifest.eos_id,
         pad_id=manifest.pad_id,
         digest=manifest.tokens_digest,
+        tower_weights=_tower_weights(recipe) if manifest.has_pictures else 0,
     )
+
+
+def _tower_weights(recipe: Recipe) -> int:
+    """The numbers of the tower of the recipe's model; 0 where its weights are not on this disk."""
+    name = recipe.model.from_
+    folder = None if name is None else hub.cached_model(name, weights=hub.is_hub_id(name))
+    if folder is None or is_bare(folder):
+        return 0
+    return sum(math.prod(tensor.shape) for tensor in vision_tensors(folder).values())
 
 
 def longest_document(prepared: Path, manifest: Manifest) -> int:
@@ -464,6 +476,7 @@ def left_out_parts(recipe: Recipe, manifest: Manifest | None = None) -> list[str
             train_on=train_on(recipe),
             verbatim=recipe.objective.spec.reads_text,
             variables=recipe.data.chat.template_kwargs,
+            pictures=encoder_of(recipe),
         ) as renderer:
             renderer.encode_batch(examples)
             return left_out_notes(renderer.take_parts())
@@ -618,6 +631,7 @@ def _template(
             train_on=train_on(recipe),
             verbatim=stays,
             variables=recipe.data.chat.template_kwargs,
+            pictures=encoder_of(recipe),
         ) as renderer:
             for checked in renderer.encode_batch(examples):
                 if isinstance(checked, BadRow) and recipe.data.on_error == "stop":

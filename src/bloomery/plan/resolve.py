@@ -501,6 +501,7 @@ def step_shape(
         teacher=teacher,
         extra_forwards=extra_forwards(recipe),
         loss_share=1.0 if dataset is None else dataset.loss_share,
+        tower_weights=0 if dataset is None else dataset.tower_weights,
     )
 
 

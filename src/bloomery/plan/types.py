@@ -117,6 +117,7 @@ class DatasetFacts(PlanPart):
     template: str = ""  # a description of the chat template
     texts: Texts = "none"
     digest: str = ""  # of the prepared dataset; empty before
+    tower_weights: int = 0  # numbers of the vision tower, where rows have pictures
 
 
 class Decision(PlanPart):

@@ -73,6 +73,12 @@ def vision_source(recipe: Recipe) -> VisionSource | None:
     return VisionSource(str(folder), json.dumps(hf, sort_keys=True))
 
 
+def encoder_of(recipe: Recipe) -> "PictureEncoder | None":
+    """Of a recipe whose model reads pictures."""
+    source = vision_source(recipe)
+    return None if source is None else PictureEncoder(source)
+
+
 def saved_vision(prepared: Path) -> VisionSource | None:
     """That of a prepared dataset with pictures."""
     path = prepared / CONFIG

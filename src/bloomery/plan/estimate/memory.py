@@ -112,6 +112,9 @@ def tensors_at(step: StepShape, moment: StepMoment) -> dict[str, float]:
     parts["logits"] = moment.logits
     if step.teacher is not None:
         parts["teacher"] = float(parameter_count(step.teacher) * step.element_bytes)
+    if step.tower_weights:  # in the dtype of products, but float32 where that is float16
+        tower_bytes = 4 if step.precision == "float16" else step.element_bytes
+        parts["vision tower"] = float(step.tower_weights * tower_bytes)
     if step.reference != "none":
         parts["reference model"] = reference_bytes(step)
     if step.mixed:

@@ -45,6 +45,7 @@ class StepShape:
     stream_micro_batches: int = 1
     stream_host: HostPlacement = "pinned"
     loss_share: float = 1.0  # loss tokens over all tokens: for time; memory assumes all
+    tower_weights: int = 0  # numbers of a frozen vision tower
 
     @property
     def config(self) -> ModelConfig:
