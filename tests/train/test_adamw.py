@@ -5,6 +5,8 @@ import torch
 from plans_for_tests import tiny_config, tiny_plan
 from torch import nn
 
+from bloomery.check.small_model import build_pair, small_plan
+from bloomery.check.whole_step import exact_step, step_on_device
 from bloomery.core.errors import UserError
 from bloomery.data.batch import Batch
 from bloomery.facts.limits import INT8_BLOCK, INT8_SMALLEST
@@ -273,3 +275,15 @@ def next_tokens(tokens: torch.Tensor) -> Batch:
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     positions = torch.arange(32).expand_as(inputs)
     return Batch(inputs, labels, torch.ones(inputs.shape), positions, torch.zeros_like(inputs))
+
+
+@pytest.mark.parametrize("changes", LEAN, ids=str)
+def test_the_check_of_a_step_sees_its_clipped_gradients(changes):
+    """Also of an update that scales gradients as it reads them."""
+    optimizer = {"fused": False} | changes
+    pair = build_pair(small_plan(tiny_plan(optimizer=optimizer, train={"max_grad_norm": 1e-3})))
+    numbers = step_on_device(pair)
+    exact = exact_step(pair)
+    assert numbers.gradients.keys() == exact.gradients.keys()
+    for name, gradient in numbers.gradients.items():
+        torch.testing.assert_close(gradient, exact.gradients[name], atol=1e-8, rtol=1e-3)

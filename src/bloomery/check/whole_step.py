@@ -67,10 +67,13 @@ def step_on_device(pair: ModelPair) -> StepNumbers:
     weights_before = {name: p.detach().clone() for name, p in parameters.items()}
     gradients: dict[str, Tensor] = {}
 
-    def keep_gradients(*_: Any) -> None:
-        gradients.update(
-            {name: p.grad.detach().clone() for name, p in parameters.items() if p.grad is not None}
-        )
+    def keep_gradients(member: torch.optim.Optimizer, arguments: Any, _keywords: object) -> None:
+        # Of `step`, none beside the optimizer itself; of `step_scaled`, what it multiplies gradients by.
+        factor = math.prod(arguments[1:])
+        own = {parameter for group in member.param_groups for parameter in group["params"]}
+        for name, parameter in parameters.items():
+            if parameter in own and parameter.grad is not None:
+                gradients[name] = parameter.grad.detach() * factor
 
     hooks = [member.register_step_pre_hook(keep_gradients) for member in optimizer.members]
     loss_scale = model_and_optimizer.loss_scale

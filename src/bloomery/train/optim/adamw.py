@@ -222,6 +222,7 @@ class ChunkedAdamW(torch.optim.Optimizer):
     ) -> None:
         self._step(gate, 1.0)
 
+    @torch.optim.Optimizer.profile_hook_step  # with the hooks of a step
     def step_scaled(self, factor: float) -> None:
         """One update by the gradients times a factor, which may be scaled in place."""
         self._step(None, factor)
