@@ -122,6 +122,7 @@ def test_what_cannot_be_pinned_is_staged():
     plan = plan_of("Qwen/Qwen3-14B", "RX 6700 XT", 32, adapter=LORA)
     assert plan.train.stream_host == "staged"  # 24.6 of 32 GiB
     assert plan.stream.pinned_bytes < GIB
+    assert plan.stream.link.startswith("13.2 GB/s through pinned buffers")
     assert plan_of("Qwen/Qwen3-14B", "RX 6700 XT", 64, adapter=LORA).train.stream_host == "pinned"
 
 
@@ -190,6 +191,23 @@ def test_devices_with_parts_of_a_model_stream_none(axis):
     with pytest.raises(UserError) as raised:
         planned(loaded(parallel=parallel, adapter=LORA), gpu_machine("T4"), gpus=2)
     assert raised.value.code == 2 and raised.value.fix
+
+
+def test_a_plan_that_streams_names_the_faster_one_in_4_bits():
+    """A GPU with 24 GB holds 14 B weights in 4 bits: no layer is copied, and fewer are computed again."""
+    recipe = loaded(
+        data={"path": "chats.jsonl", "sequence_length": 1024},
+        objective={"kind": "sft"},
+        train={"max_steps": 10, "tokens_per_step": 65536},
+        adapter=LORA,
+    )
+    model = type(recipe.recipe.model)(**{"from": "Qwen/Qwen3-14B"})
+    recipe = type(recipe)(recipe.recipe.model_copy(update={"model": model}), "x", {})
+    there = with_host_memory(gpu_machine("RTX 4090"), 64 * GIB)
+    report = reported(recipe, there)
+    assert report.plan.stream is not None
+    edits = {suggestion.edit: suggestion.saves for suggestion in report.suggestions}
+    assert "some accuracy" in edits["quantize.kind=nf4"]
 
 
 # Copies.

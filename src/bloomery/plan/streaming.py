@@ -8,7 +8,7 @@ from bloomery.core import Choice
 from bloomery.core.errors import UserError
 from bloomery.core.units import format_bytes, format_seconds
 from bloomery.facts.config import ModelConfig
-from bloomery.hardware.host_links import DISK_GBS
+from bloomery.hardware.host_links import DISK_GBS, HostLink
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile
 from bloomery.plan.batch import SAME_TIME, Measure, MicroBatching, StepSeconds
@@ -274,8 +274,19 @@ def stream_plan(
         if link and updates_here
         else None,
         host=step.stream_host,
-        link="" if link is None else link.text,
+        link="" if link is None else link_text(link, step.stream_host),
     )
+
+
+def link_text(link: HostLink, host: HostPlacement) -> str:
+    """The rate at which weights reach the device, and where that figure is from."""
+    if host == "staged":
+        return f"{link.pageable_gbs:.3g} GB/s through pinned buffers; pinned memory would give {link.text}"
+    if host == "mapped":
+        return (
+            f"{link.disk_gbs:g} GB/s from files, as assumed; pinned memory would give {link.text}"
+        )
+    return link.text
 
 
 def host_problem(step: StepShape, plan: StreamPlan, machine: Machine) -> str:
