@@ -48,8 +48,9 @@ def pinned_by(plan: RunPlan) -> int:
     before = simulated.reset_pinned_peak()
     model_and_optimizer = build_state(plan).model_and_optimizer
     objective = build_objective(plan)
+    batches = [_batch(plan) for _ in range(min(2, plan.train.accumulation))]
     for _ in range(2):
-        train_step(model_and_optimizer, [_batch(plan)], objective, plan=plan.train, lr_scale=1.0)
+        train_step(model_and_optimizer, batches, objective, plan=plan.train, lr_scale=1.0)
     torch.cuda.synchronize()
     return simulated.stats().pinned_peak - before
 

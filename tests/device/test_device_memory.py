@@ -89,6 +89,17 @@ def test_a_tensor_too_many_is_above_the_plan() -> None:
     assert peak / counted(plan) > ABOVE
 
 
+def test_an_activation_is_differentiated_by_one_kernel() -> None:
+    x = torch.ones(2**18, device="cuda", requires_grad=True)
+    y = torch.nn.functional.silu(x)
+    gradient = torch.ones_like(y)
+    torch.cuda.synchronize()
+    reset_peak_memory("cuda")
+    before = simulated.stats().allocated
+    y.backward(gradient)
+    assert simulated.stats().peak - before == x.nbytes
+
+
 def test_large_freed_blocks_keep_few_pages_of_the_host() -> None:
     before_gib = resident_gib()
     blocks = [torch.ones(2**24, device="cuda") for _ in range(8)]  # 64 MiB each

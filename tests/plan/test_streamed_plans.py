@@ -93,7 +93,7 @@ def test_what_fits_stays_on_the_device():
 def test_a_host_without_room_is_named_before_anything_is_read():
     with pytest.raises(UserError) as raised:
         plan_of("meta-llama/Llama-3.1-8B", "RTX 4090", 16, parallel={"stream": "layers"}, **LEAN)
-    assert "47.9 GiB of host memory, of 16.0 GiB, as set, 14.4 GiB free" in raised.value.problem
+    assert "51.2 GiB of host memory, of 16.0 GiB, as set, 14.4 GiB free" in raised.value.problem
     assert "adapter.kind=lora" in raised.value.fix
 
 
@@ -103,7 +103,7 @@ def test_a_disk_that_is_too_slow_is_named_with_its_seconds():
     one = {"max_steps": 10, "tokens_per_step": 65536, "micro_batch_size": 1}
     with pytest.raises(UserError) as raised:
         plan_of("Qwen/Qwen3-14B", "RTX 4090", 16, adapter=LORA, parallel=alone, train=one)
-    assert "26.6 GiB of host memory" in raised.value.problem
+    assert "27.0 GiB of host memory" in raised.value.problem
     assert "reading files in each step would take" in raised.value.problem
     assert "quantize.kind=nf4" in raised.value.fix
 
@@ -150,7 +150,7 @@ def test_auto_says_what_the_host_lacks():
     report = reported(recipe, there)
     assert not report.plan.fits
     [warning] = [text for text in report.warnings if "host memory" in text]
-    assert "weights that stream need 26.6 GiB" in warning
+    assert "weights that stream need 27.0 GiB" in warning
     assert "quantize.kind=nf4" in report.plan.suggestions
 
 
@@ -316,7 +316,9 @@ def test_replicas_share_the_copy_of_their_host():
     two = plan_of("Qwen/Qwen3-14B", "RX 6700 XT", 64, gpus=2, **streams)
     assert two.fits and two.train.stream == "layers" and not two.train.compile
     assert (two.train.replicate, two.train.shard, two.train.pipeline) == (2, 1, 1)
-    assert two.stream.host_bytes["weights"] == one.stream.host_bytes["weights"]
+    # PyTorch pins blocks, of which the ends of some stay empty; what is shared is pinned as it is.
+    shared_bytes = two.stream.host_bytes["weights"]
+    assert shared_bytes <= one.stream.host_bytes["weights"] < 1.03 * shared_bytes
     assert two.stream.host_bytes["runtime"] == 2 * one.stream.host_bytes["runtime"]
     assert two.step_seconds.value < 0.6 * one.step_seconds.value
     sharded = {"adapter": LORA, "parallel": {"stream": "layers", "shard": 2}}
@@ -411,7 +413,7 @@ def test_the_recipe_of_experts_on_the_host_fits_twelve_gigabytes(gpu):
     there = with_host_memory(gpu_machine(gpu), 32 * GIB)
     plan = planned(load_recipe("qwen3-30b-a3b-qlora-12gb"), there)
     assert plan.fits and plan.train.stream == "experts" and plan.stream.hidden
-    assert sum(plan.stream.host_bytes.values()) < 16.5 * GIB
+    assert sum(plan.stream.host_bytes.values()) < 17.5 * GIB  # pinned in blocks of powers of two
     resident = load_recipe("qwen3-30b-a3b-qlora-12gb", ["parallel.stream=off"])
     assert not planned(resident, there).fits
 

@@ -108,6 +108,8 @@ def load_of(plan: RunPlan) -> StepShape:
         on_gpu=train.device != "cpu",
         accumulating=train.accumulation > 1,
         offload_activations=train.offload_activations,
+        stream=train.stream,
+        stream_micro_batches=train.stream_micro_batches,
         teacher=known_config(plan.objective.teacher)
         if isinstance(plan.objective, Distill)
         else None,

@@ -17,6 +17,7 @@ from bloomery.facts.limits import (
     aligned_bytes,
     buffer_bytes,
     copies_chosen,
+    pinned_together,
 )
 from bloomery.plan.estimate.activations import kept_by_layer, last_norm_bytes
 from bloomery.plan.estimate.moments import StepMoment, kept_logit_bytes, moments
@@ -84,6 +85,9 @@ def streamed_moments(step: StepShape) -> Iterator[StepMoment]:
     """
     plain = replace(step, stream="off", stream_micro_batches=1)
     forward, logits, *layer_moments, embeddings, update = moments(plain)
+    if in_full(step):
+        # Also those that will be added to others wait until all of their layer are there.
+        layer_moments = list(moments(replace(plain, accumulating=False)))[2:-2]
     kept_bytes = kept_by_layer(plain)
     if step.offload_activations:
         kept_bytes = [0.0] * (len(kept_bytes) - 2) + kept_bytes[-2:]
@@ -175,24 +179,31 @@ def host_memory(step: StepShape, *, replicas: int = 1) -> HostMemory:
 
 def _policy_memory(step: StepShape, *, replicas: int) -> HostMemory:
     model = step.model
+    is_pinned = step.stream_host == "pinned"
     streamed = streamed_by_layer(step)
-    weights = float(sum(streamed))
+
+    def held(layers: list[int]) -> float:
+        """Of layers that PyTorch pins in blocks, or of memory like any other."""
+        return float(pinned_together(layers) if is_pinned else sum(layers))
+
     staging = 0.0
-    if step.stream_host != "pinned":
+    if not is_pinned:
         staging = float(STREAM_STAGING_BUFFERS * min(STREAM_STAGING_BYTES, max(streamed)))
     if not in_full(step):
+        # What replicas share is in no block.
+        weights = held(streamed) if replicas == 1 else float(sum(streamed))
         parts = {"weights": weights, "runtime": replicas * (HOST_RUNTIME + staging)}
         if step.stream_host == "mapped":  # in files
             parts.pop("weights")
-        return HostMemory(
-            parts=parts, pinned=weights if step.stream_host == "pinned" else replicas * staging
-        )
+        return HostMemory(parts=parts, pinned=weights if is_pinned else replicas * staging)
     assert replicas == 1, "a plan refuses more"
-    weights += resident_weight_bytes(step)
-    gradients = model.trainable_bytes(step.precision)
-    staged = STREAM_STAGED * max(
-        model.by_layer(lambda layer: model.layer_trainable_bytes(layer, step.precision))
-    )
+    layers = [*streamed, aligned_bytes(math.ceil(resident_weight_bytes(step)))]
+    weights = held(layers)
+    # Sums of gradients have the places of weights. What is added to them passes through buffers that are pinned.
+    gradients = held(layers)
+    staged = 0.0
+    if step.accumulating or not is_pinned:
+        staged = float(STREAM_STAGED * pinned_together([max(streamed)]))
     parts = {
         "weights": weights,
         "gradients": gradients + staged,
@@ -200,9 +211,7 @@ def _policy_memory(step: StepShape, *, replicas: int) -> HostMemory:
         "runtime": HOST_RUNTIME + staging,
     }
     all_pinned = weights + gradients + staged
-    return HostMemory(
-        parts=parts, pinned=all_pinned if step.stream_host == "pinned" else staging + staged
-    )
+    return HostMemory(parts=parts, pinned=all_pinned if is_pinned else staging + staged)
 
 
 def forward_bytes(step: StepShape, tokens: int) -> float:
