@@ -21,6 +21,7 @@ from bloomery.plan.estimate.queues import Task, finish_times
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.estimate.streaming import forward_bytes, loads_of, sent_bytes, streamed_by_layer
+from bloomery.plan.fallback import roomier
 from bloomery.plan.page import page
 from bloomery.plan.resolve import step_shape
 from bloomery.plan.types import RunPlan
@@ -208,6 +209,22 @@ def test_a_plan_that_streams_names_the_faster_one_in_4_bits():
     assert report.plan.stream is not None
     edits = {suggestion.edit: suggestion.saves for suggestion in report.suggestions}
     assert "some accuracy" in edits["quantize.kind=nf4"]
+
+
+def test_out_of_memory_moves_no_states_that_are_on_the_host():
+    plan = plan_of("meta-llama/Llama-3.1-8B", "RTX 4090", 64, **LEAN)
+    train = plan.train.model_copy(update={"stream_micro_batches": 4})
+    plan = plan.model_copy(update={"train": train})
+    actions = []
+    while (fallback := roomier(plan, "out of memory")) is not None:
+        plan = fallback.plan
+        actions.append(fallback.action)
+    assert plan.train.micro_batch_size == plan.train.stream_micro_batches == 1
+    assert not plan.optimizer.offload
+    assert [text for text in actions if "per load" in text] == [
+        "micro-batches per load of streamed weights 4 -> 2; same training",
+        "micro-batches per load of streamed weights 2 -> 1; same training",
+    ]
 
 
 # Copies.

@@ -125,8 +125,9 @@ def through_the_host(plan: RunPlan, reason: str) -> Fallback:
 def roomier(plan: RunPlan, reason: str) -> Fallback | None:
     """The next change that needs less memory, or moves it to the CPU; None when all are taken.
 
-    A smaller micro-batch, in evaluations too; logits in smaller chunks; recomputed activations; on a GPU activations,
-    then optimizer states, in CPU memory; last, and the only one that changes numbers, optimizer states in 8 bits.
+    A smaller micro-batch, in evaluations too; fewer that share a load of streamed weights; logits in smaller chunks;
+    recomputed activations; on a GPU activations, then optimizer states, in CPU memory; last, and the only one that
+    changes numbers, optimizer states in 8 bits.
     """
     fallback = smaller_micro_batch(plan, reason)
     if fallback is not None:
@@ -135,6 +136,11 @@ def roomier(plan: RunPlan, reason: str) -> Fallback | None:
             update={"eval": fallback.plan.eval.model_copy(update={"micro_batch_size": sequences})}
         )
         return Fallback(evaluated, fallback.action, only_time=True)
+    together = plan.train.stream_micro_batches
+    if together > 1:
+        action = f"micro-batches per load of streamed weights {together} -> {together // 2}; same training"
+        changed_plan = _trained(plan, "parallel.stream_micro_batches", together // 2, reason)
+        return Fallback(changed_plan, action, only_time=True)
     chunk = plan.model.score_chunk
     logits = plan.step_memory.parts.get("logits", 0.0)
     if chunk > SMALLEST_CHUNK and logits > LOGITS_SHARE * plan.step_memory.total:
@@ -158,7 +164,9 @@ def roomier(plan: RunPlan, reason: str) -> Fallback | None:
         return Fallback(
             _trained(plan, "train.offload_activations", True, reason), action, only_time=True
         )
-    if gpu and "offload" in settings and not optimizer.offload:
+    # Of weights that stream and are all trained the states are in CPU memory already.
+    states_stream = plan.train.stream == "layers" and plan.adapter.kind == "none"
+    if gpu and "offload" in settings and not optimizer.offload and not states_stream:
         action = "optimizer states offloaded to CPU memory; two copies per step"
         return Fallback(
             _optimized(plan, {"offload": True}, "optimizer.offload", "true", reason),
