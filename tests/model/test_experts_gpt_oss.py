@@ -35,7 +35,7 @@ ROWS = documents((23, 1, 30, 2, 5))
 
 @torch.no_grad()
 def test_a_token_meets_the_experts_that_it_meets_in_transformers(tmp_path: Path) -> None:
-    theirs, ours = pair("gpt-oss", tmp_path)
+    theirs, ours = (model.double() for model in pair("gpt-oss", tmp_path))
     seen: list[tuple[torch.Tensor, ...]] = []
     for layer in theirs.model.layers:
         layer.mlp.router.register_forward_hook(lambda _, __, output: seen.append(output))

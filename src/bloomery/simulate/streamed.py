@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import final
 
 import torch
@@ -50,8 +51,13 @@ class FakeStream:
     def device(self) -> torch.device:
         return self._stream.device
 
-    def allocate(self) -> None:
+    @property
+    def note(self) -> None:
+        """Nothing is read."""
+
+    def allocate(self, source: Path | None = None, folder: Path | None = None) -> None:
         """Its memory is there."""
+        del source, folder
 
     def filling(self) -> AbstractContextManager[None]:
         return nullcontext()
