@@ -11,13 +11,27 @@ from plans_for_tests import tiny_plan
 from runs_of_the_loop import CONFIG, Run, assert_same_tensors, prepared_corpus, saved_base
 from safetensors.torch import load_file
 
+from bloomery.model.configs import build_config
 from bloomery.monitor.events import EvalDone, StepDone
-from bloomery.plan.types import RunPlan
-from bloomery.recipe.schema import Lora, Quantize
+from bloomery.plan.types import RouterPlan, RunPlan
+from bloomery.recipe.schema import Lora, Model, Quantize
 from device_for_tests import MEMORY_LIMIT
 from ranks import train
 
 ADAPTER = {"kind": "lora", "rank": 4, "alpha": 8.0, "target_modules": ["q_proj", "down_proj"]}
+# A dense layer, then experts that a sigmoid and a bias choose.
+BIASED = build_config(
+    Model(
+        family="glm4_moe",
+        hidden_size=32,
+        num_layers=3,
+        num_heads=2,
+        head_dim=16,
+        max_positions=64,
+        experts={"count": 4, "per_token": 2, "width": 16},
+    ),
+    vocab_size=CONFIG.vocab_size,
+)
 CASES: dict[str, dict[str, Any]] = {
     "full": {},
     "full, one micro-batch": {"train": {"micro_batch_size": 4, "accumulation": 1}},
@@ -56,6 +70,10 @@ CASES: dict[str, dict[str, Any]] = {
         "train": {"stream_host": "mapped"},
     },
     "nf4": {"adapter": Lora(**ADAPTER), "quantize": Quantize(kind="nf4")},
+    "biases of a choice": {
+        "config": BIASED,
+        "train": {"router": RouterPlan(bias_update=0.01)},
+    },
 }
 
 

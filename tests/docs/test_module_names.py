@@ -21,6 +21,7 @@ NO_MODULES = (
     "model.layers",
     "model.tokenizer",
     "model.embed_tokens",
+    "model.language_model",
     "model.generate",
     "recipe.parallel",
     "runs/",

@@ -224,7 +224,8 @@ class StepBalance:
             assert isinstance(mixture, MixtureOfExperts)
             bias_E = mixture.gate.e_score_correction_bias
             assert bias_E is not None, "the plan refuses a model without"
-            bias_E.data.add_(moves_E - moves_E.mean())
+            # A bias that streams lives on the host.
+            bias_E.data.add_((moves_E - moves_E.mean()).to(bias_E.device))
 
 
 def step_balance(

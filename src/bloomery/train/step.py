@@ -391,11 +391,11 @@ def train_step(
             optimizer.step(lr_scale, gradient_factor=factor)
         if peft_adapter is not None:
             peft_adapter.after_update()
-        if model.weight_stream is not None:
-            model.weight_stream.weights_changed()
         model_and_optimizer.updating = False
     if result.taken and balance is not None and load is not None and balance.plan.bias_update:
         balance.update_biases(model, load)
+    if result.taken and model.weight_stream is not None:
+        model.weight_stream.weights_changed()
     if result.taken and model_and_optimizer.average is not None:
         model_and_optimizer.average.update()
 
