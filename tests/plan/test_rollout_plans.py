@@ -386,6 +386,12 @@ def test_a_copy_that_does_not_fit_on_the_device_is_kept_on_the_host():
     assert in_nf4.memory.parts["reference model"] < on_device.memory.parts["reference model"] * 0.6
 
 
+def test_a_copy_on_the_host_comes_before_weights_that_stream():
+    """The policy fits without its copy: nothing of it needs to be loaded in each pass."""
+    plan = with_kl(gpu="RX 6700 XT", model=large(8))
+    assert plan.fits and plan.objective.reference == "host" and plan.train.stream == "off"
+
+
 def test_a_plan_that_does_not_fit_says_what_a_smaller_copy_saves():
     report = reported(
         rl(objective={"beta": 0.1, "reference": "device"}, model=large(60)),

@@ -274,9 +274,12 @@ def _choose_step_and_reference(recipe: Recipe, facts: Facts, *, gpus: int, nodes
     if place == "host" and not has_host:
         place = "device"
     step = _choose_step(recipe, facts, gpus=gpus, nodes=nodes, reference=place)
-    if objective.reference == "auto" and has_host and gpus * nodes == 1 and not step.memory.fits:
+    all_on_device = step.memory.fits and step.stream_plan is None
+    if objective.reference == "auto" and has_host and gpus * nodes == 1 and not all_on_device:
         on_host = _choose_step(recipe, facts, gpus=gpus, nodes=nodes, reference="host")
-        return on_host if on_host.memory.fits else step
+        # The reference on the host costs less than weights that stream.
+        costs_less = on_host.stream_plan is None or not step.memory.fits
+        return on_host if on_host.memory.fits and costs_less else step
     return step
 
 
