@@ -443,7 +443,7 @@ class Backbone(nn.Module):
         # Layers in which tokens of a picture see those after them have a layout of their own.
         both_ways = layout
         if pictures is not None and pictures.both_ways != "none":
-            both_ways = replace(layout, pictures_BT=pictures.numbers_of(tokens_BT))
+            both_ways = replace(layout, pictures_BT=pictures.numbers_of(tokens_BT, documents_BT))
 
         stage = self.stage
         block_of_layer = dict(zip(stage.layers, self.layers, strict=True))

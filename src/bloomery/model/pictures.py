@@ -40,12 +40,18 @@ class SeenPictures:
         features_ND = self.deep_features[layer].to(x_BTD.dtype)
         return x_BTD.flatten(0, 1).index_add(0, self.places_N, features_ND).view(x_BTD.shape)
 
-    def numbers_of(self, tokens_BT: Tensor) -> Tensor:
-        """int64 [B, T]: which picture each token belongs to; -1: none. Neighbors in a row belong to one picture."""
+    def numbers_of(self, tokens_BT: Tensor, documents_BT: Tensor | None) -> Tensor:
+        """int64 [B, T]: which picture each token belongs to; -1: none. Neighbors in a document belong to one picture.
+
+        `documents_BT`: the document of each token; None: every row is one.
+        """
         is_picture_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
         is_picture_BT.view(-1)[self.places_N] = True
         begins_BT = is_picture_BT.clone()
-        begins_BT[:, 1:] &= ~is_picture_BT[:, :-1]
+        continues_BT = is_picture_BT[:, :-1]
+        if documents_BT is not None:
+            continues_BT = continues_BT & (documents_BT[:, 1:] == documents_BT[:, :-1])
+        begins_BT[:, 1:] &= ~continues_BT
         return torch.where(is_picture_BT, begins_BT.long().cumsum(1), -1)
 
 
