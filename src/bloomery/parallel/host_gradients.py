@@ -51,7 +51,8 @@ class HostGradients:
         self._free_buffers = SimpleQueue[Tensor]()
         self._num_buffers = 0
         self._adder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gradients")
-        self._being_added = deque[Future[None]]()
+        # With the copies of tensors of the device, which are freed where the step runs and not by the thread.
+        self._being_added = deque[tuple[Future[None], CopyUnderWay]]()
 
     def send(self, layer: HostLayer, gradients: Sequence[Tensor | None]) -> None:
         """Take the gradients of `layer.trained`, which the device may still compute."""
@@ -93,9 +94,10 @@ class HostGradients:
         arriving = [*direct, *((place.view_of(buffer_B), gradient) for place, gradient in through)]
         under_way = self._copies.run_after_work(sent, lambda: _copy_all(arriving))
         copied = staged(first) if are_staged else []
-        self._being_added.append(
-            self._adder.submit(self._add, under_way, copied, staged(later), buffer_B)
+        addition = self._adder.submit(
+            self._add, under_way.without_tensors(), copied, staged(later), buffer_B
         )
+        self._being_added.append((addition, under_way))
 
     @torch.no_grad()
     def _take_at_once(
@@ -134,7 +136,12 @@ class HostGradients:
 
     def _finish_additions(self) -> None:
         while self._being_added:
-            self._being_added.popleft().result()
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        addition, under_way = self._being_added.popleft()
+        addition.result()
+        under_way.finish()
 
     def _sums_of(self, layer: HostLayer) -> Tensor:
         if not self._sums:
@@ -148,6 +155,8 @@ class HostGradients:
             self._num_buffers += 1
             (buffer_B,) = pinned_all([self._largest.without_data()], self._device)
             return buffer_B
+        if len(self._being_added) >= STREAM_STAGED:
+            self._finish_oldest()
         return self._free_buffers.get()
 
 

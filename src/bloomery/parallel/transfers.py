@@ -63,6 +63,10 @@ class CopyUnderWay:
             self._work_stream.wait_event(self._end)
             self._end = None
 
+    def without_tensors(self) -> "CopyUnderWay":
+        """The same copy for another thread to wait for, which frees nothing."""
+        return CopyUnderWay((), self._end, self._work_stream)
+
     def wait(self) -> None:
         """Return when the copy is over: the host may read what it wrote."""
         if self._end is not None:
