@@ -15,7 +15,7 @@ from tiny_composites import CONFIGS
 from tiny_processors import MARKS, save_processor
 
 RECIPE = """
-objective: {kind: sft}
+objective: {kind: OBJECTIVE}
 model: {from: base}
 data: {path: rows, sequence_length: 512, validation: VALIDATION, num_proc: 1, on_error: ON_ERROR}
 """
@@ -68,6 +68,7 @@ def prepared_rows(
     on_error: str = "stop",
     validation: float = 0.0,
     weights: bool = False,
+    objective: str = "sft",
 ) -> Path:
     """The prepared dataset of rows about two pictures, for a model in `folder/base`."""
     save_base(kind, folder / "base", weights=weights)
@@ -77,6 +78,7 @@ def prepared_rows(
     lines = "".join(json.dumps(each) + "\n" for each in rows)
     (folder / "rows" / "train.jsonl").write_text(lines)
     text = RECIPE.replace("ON_ERROR", on_error).replace("VALIDATION", str(validation))
+    text = text.replace("OBJECTIVE", objective)
     (folder / "recipe.yaml").write_text(text)
     prepared = folder / f"prepared-{on_error}"
     prepare(load_recipe(folder / "recipe.yaml"), prepared)

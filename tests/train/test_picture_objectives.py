@@ -1,0 +1,159 @@
+"""Pictures beside what else a run can do: pairs, a quantized base, and ranks of which one has no picture."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import PeftModel
+from plans_for_tests import tiny_plan
+from runs_of_the_loop import Run
+from transformers import AutoModelForImageTextToText
+
+from bloomery.data.loader import Loader
+from bloomery.data.order import Cursor
+from bloomery.facts.pictures import vision_of
+from bloomery.model.configs import read_config
+from bloomery.model.io.stored import vision_tensors
+from bloomery.recipe.objectives import Preference, Sft
+from bloomery.recipe.schema import Lora, Quantize
+from bloomery.train.state import build_state
+from pictures_for_tests import BLUE, RED, TEXT, prepared_rows, row
+from ranks import losses, on_ranks, train
+
+ADAPTER = Lora(kind="lora", rank=8, alpha=16.0, target_modules=["q_proj", "down_proj"])
+BETA = 0.5
+
+
+def pair(*parts, chosen, rejected):
+    answers = {"chosen": chosen, "rejected": rejected}
+    sides = {name: [{"role": "assistant", "content": text}] for name, text in answers.items()}
+    return {"prompt": [{"role": "user", "content": list(parts)}], **sides}
+
+
+PAIRS = [
+    pair(RED, TEXT, chosen="red", rejected="something blue"),
+    pair(TEXT, BLUE, chosen="blue", rejected="no color"),
+]
+ROWS = [row(RED, TEXT), row(TEXT, answer="which?"), row(BLUE, TEXT, answer="blue")] * 6
+
+
+def plan_of(folder, prepared, *, objective, quantize=None, **sections):
+    base = folder / "base"
+    plan = tiny_plan(
+        prepared,
+        config=read_config(base),
+        **{
+            "model": {"source": base},
+            "data": {"sequence_length": 256, "layout": "padded"},
+            "optimizer": {"warmup_steps": 0},
+            **sections,
+        },
+    )
+    changes = {"adapter": ADAPTER, "objective": objective}
+    if quantize is not None:
+        changes["quantize"] = Quantize(kind=quantize)
+    return plan.model_copy(update=changes)
+
+
+def log_probability(model, tokens, labels, mask, inputs):
+    """Of the marked labels of one text with one picture."""
+    token = vision_of(model.config.to_dict()).image_token_id
+    is_gemma = model.config.model_type == "gemma3"
+    name = "token_type_ids" if is_gemma else "mm_token_type_ids"
+    types = {name: (tokens == token).long()[None]}
+    with torch.no_grad():
+        logits = model(input_ids=tokens[None], **inputs, **types).logits[0]
+    losses_T = F.cross_entropy(logits, labels, reduction="none")
+    return -(losses_T * mask).sum()
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl"])
+def test_dpo_has_the_loss_of_the_whole_model_of_transformers(kind, tmp_path):
+    """By hand, with the adapter after the first step: before it, every pair loses ln 2."""
+    prepared = prepared_rows(tmp_path, PAIRS * 4, kind=kind, weights=True, objective="dpo")
+    plan = plan_of(
+        tmp_path,
+        prepared,
+        objective=Preference(kind="dpo", beta=BETA),
+        train={"steps": 2, "micro_batch_size": 2, "accumulation": 1, "tokens_per_step": 512},
+        checkpoint={"every_steps": 1},
+        eval={"every_steps": None},
+    )
+    run = Run(plan, tmp_path / "run")
+    assert run.losses()[1] == pytest.approx(0.6931472, abs=1e-6)
+
+    loader = Loader(prepared, sequence_length=256, layout="padded", seed=plan.train.seed)
+    batch = loader.batch(Cursor(plan.train.seed, 2), 2)
+    base = AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "base", attn_implementation="eager"
+    ).eval()
+    tuned = PeftModel.from_pretrained(base, run.checkpoint(1)).eval()
+
+    num_texts = int(batch.sequences.max()) + 1
+    assert num_texts == 4
+    pictures = {name: value.chunk(num_texts) for name, value in batch.pictures.inputs.items()}
+    pictures.pop("num_crops", None)
+    gains = []
+    for number in range(num_texts):
+        is_here = batch.sequences == number
+        text = (batch.tokens[is_here], batch.labels[is_here], batch.loss_mask[is_here])
+        inputs = {name: parts[number] for name, parts in pictures.items()}
+        gain = log_probability(tuned, *text, inputs)
+        with tuned.disable_adapter():
+            gain = gain - log_probability(tuned, *text, inputs)
+        gains.append(gain)
+    margins = torch.stack(gains[::2]) - torch.stack(gains[1::2])
+    expected = -F.logsigmoid(BETA * margins).mean()
+    assert abs(expected.item() - 0.6931472) > 1e-3
+    assert run.losses()[2] == pytest.approx(expected.item(), abs=1e-5)
+
+
+def test_a_quantized_base_has_the_tower_as_published(tmp_path):
+    prepared = prepared_rows(tmp_path, ROWS, kind="smolvlm", weights=True)
+    plan = plan_of(
+        tmp_path,
+        prepared,
+        objective=Sft(kind="sft"),
+        quantize="nf4",
+        train={"steps": 3, "micro_batch_size": 2, "accumulation": 1, "tokens_per_step": 512},
+    )
+    run = Run(plan, tmp_path / "run")
+    assert run.losses()[3] < run.losses()[1]
+    state = build_state(plan, resume_from=run.checkpoint(3))
+    stored = vision_tensors(tmp_path / "base")
+    tower = dict(state.model.vision.tower.named_parameters())
+    assert tower.keys() == {name.removeprefix("model.") for name in stored}
+    published = AutoModelForImageTextToText.from_pretrained(tmp_path / "base").model
+    for name, parameter in tower.items():
+        assert torch.equal(parameter, published.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl"])
+def test_two_ranks_of_which_one_has_no_picture_train_as_one(kind, tmp_path):
+    prepared = prepared_rows(tmp_path, ROWS, kind=kind, weights=True)
+    plan = plan_of(
+        tmp_path,
+        prepared,
+        objective=Sft(kind="sft"),
+        train={"steps": 4, "micro_batch_size": 1, "accumulation": 4, "tokens_per_step": 1024},
+        eval={"every_steps": None},
+    )
+    two = on_ranks(plan, replicate=2)
+    has_pictures = []
+    for rank in (0, 1):
+        loader = Loader(
+            prepared,
+            sequence_length=256,
+            layout="padded",
+            seed=plan.train.seed,
+            data_rank=rank,
+            data_world=2,
+        )
+        size = two.train.micro_batch_size * 2
+        cursors = [Cursor(plan.train.seed, first) for first in range(0, 16, size)]
+        has_pictures.append([loader.batch(each, size).pictures is not None for each in cursors])
+    assert any(one and not other for one, other in zip(*has_pictures, strict=True))
+    assert any(other and not one for one, other in zip(*has_pictures, strict=True))
+
+    alone, many = train(plan, tmp_path / "one"), train(two, tmp_path / "many")
+    assert losses(many).keys() == {1, 2, 3, 4}
+    assert losses(many) == pytest.approx(losses(alone), rel=0, abs=1e-5)
