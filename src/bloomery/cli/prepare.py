@@ -290,6 +290,9 @@ def _preview(loaded_recipe: "LoadedRecipe", folder: Path, num_documents: int) ->
         title = f"{document.source}{role}"
         counts = f"  {document.split} · {kind}{_counts(document, length)}"
         console.print(Text.assemble((title, "bold"), (counts, "")), soft_wrap=True)
+        for number, picture in enumerate(document.pictures, start=1):
+            size = f"{picture.width:,} x {picture.height:,} pixels"
+            echo(f"picture {number}  {size} · {picture.tokens:,} tokens")
         console.print(_colored(document), soft_wrap=True)
         console.print()
     if any(document.loss_mask is not None for document in documents):
@@ -306,6 +309,8 @@ def _counts(document: "Preview", sequence_length: int) -> str:
     truncation = f" · {document.cut:,} tokens truncated" if document.cut else ""
     sequences = f"{counted(document.sequences, 'sequences')} of {sequence_length:,} tokens"
     tokens = f"{len(document.ids):,} tokens"
+    if document.pictures and document.cut:
+        return f"{tokens} · left out: longer than {sequence_length:,}, and a text with pictures is never cut"
     if document.kind == "prompt":
         return tokens
     if document.loss_mask is None:
@@ -335,9 +340,10 @@ def _colored(document: "Preview") -> "Text":
 
     colorless = Console().color_system is None
     text = Text()
-    pieces = document.pieces[:_MAX_PREVIEW_TOKENS]
     # The first token has no loss: nothing predicts it.
     loss_mask = None if document.loss_mask is None else [False, *document.loss_mask[1:]]
+    all_pieces, loss_mask = _with_short_pictures(document, loss_mask)
+    pieces = all_pieces[:_MAX_PREVIEW_TOKENS]
     for index, piece in enumerate(pieces):
         if loss_mask is None:
             bar = "|" if colorless and index else ""
@@ -355,10 +361,26 @@ def _colored(document: "Preview") -> "Text":
         continues = index and loss_mask[index] == loss_mask[index - 1]
         bar = "¦" if continues and not pieces[index - 1].endswith("\n") else ""
         text.append(f"{bar}{'⟦' * starts}{_visible(piece)}{'⟧' * ends}", style=styles[index % 2])
-    num_hidden = len(document.pieces) - len(pieces)
+    num_hidden = len(all_pieces) - len(pieces)
     if num_hidden:
         text.append(f" ... and {num_hidden:,} more tokens", style="dim")
     return text
+
+
+def _with_short_pictures(
+    document: "Preview", loss_mask: list[bool] | None
+) -> tuple[list[str], list[bool] | None]:
+    """Pieces and loss mask with one piece for each stretch of a picture's tokens, which says how many there are."""
+    starts = [
+        index
+        for index, token in enumerate(document.ids)
+        if not (index and token == document.picture_id == document.ids[index - 1])
+    ]
+    pieces = list[str]()
+    for start, end in zip(starts, [*starts[1:], len(document.ids)], strict=True):
+        times = f" x {end - start:,} " if end - start > 1 else ""
+        pieces.append(document.pieces[start] + times)
+    return pieces, None if loss_mask is None else [loss_mask[start] for start in starts]
 
 
 def _visible(piece: str) -> str:

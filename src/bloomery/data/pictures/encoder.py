@@ -10,7 +10,12 @@ from typing import NamedTuple, final
 
 from bloomery.core.errors import UserError
 from bloomery.data.examples import BadRow
-from bloomery.data.pictures.processor import PROCESSOR_FILES, TEXTS, PictureProcessor
+from bloomery.data.pictures.processor import (
+    PROCESSOR_FILES,
+    TEXTS,
+    PictureProcessor,
+    size_of,
+)
 from bloomery.data.pictures.reader import PictureReader
 from bloomery.facts.pictures import Vision, vision_of
 from bloomery.hub import cached_model
@@ -45,6 +50,12 @@ class VisionSource:
         parts = [self.raw_config.encode()]
         parts += [path.read_bytes() for path in _processor_files(Path(self.folder))]
         return hashlib.sha256(b"\0".join(parts)).hexdigest()
+
+    def sizes_and_texts(self, contents: Sequence[bytes]) -> list[tuple[tuple[int, int], str]]:
+        """Of pictures in a prepared dataset, at least one: width and height, and the text that stands for each."""
+        texts = PictureProcessor(Path(self.folder), self.vision).process(contents).texts
+        sizes = [size_of(content) for content in contents]
+        return list(zip(sizes, texts, strict=True))
 
     def save(self, folder: Path) -> None:
         """Into a prepared dataset, from which training makes the same of its pictures."""

@@ -142,6 +142,12 @@ class PictureProcessor:
         return Processed(inputs, texts)
 
 
+def size_of(content: bytes) -> tuple[int, int]:
+    """Width and height in pixels, of a picture as `reader` leaves it."""
+    with Image.open(io.BytesIO(content)) as picture:
+        return picture.size
+
+
 def _image_processor(folder: Path) -> Any:
     try:
         from transformers import AutoImageProcessor

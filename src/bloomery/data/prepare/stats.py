@@ -1,7 +1,7 @@
 """Statistics of a prepared dataset (`prepare --check`), and documents with their loss mask (`prepare --preview`)."""
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -12,6 +12,7 @@ import numpy as np
 
 from bloomery.core.units import counted
 from bloomery.data.packing import Layout, PackedSequences, count_sequences, truncated_lengths
+from bloomery.data.pictures.encoder import VisionSource
 from bloomery.data.prepare.kinds import kind_of
 from bloomery.data.prepare.pipeline import Preparation
 from bloomery.data.prepare.split import size_warnings
@@ -353,10 +354,20 @@ def _chat_warnings(
 
 
 @dataclass(frozen=True)
+class PreviewedPicture:
+    """Its size in pixels as it is stored, and how many tokens stand for it, the marks around it included."""
+
+    width: int
+    height: int
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Preview:
     """A document as training reads it. `pieces`: its tokens as text, `ids` as numbers; `loss_mask`: those trained on
     (None: all, or of a prompt none). `role`: chosen, rejected, desirable or undesirable. `bad_row`: why it has no
-    tokens. `kind`: prompt; text or conversation, where a run has both.
+    tokens. `kind`: prompt; text or conversation, where a run has both. `pictures`: in the order of their tokens;
+    `picture_id`: the token in whose place the model sees them.
     """
 
     source: str
@@ -369,6 +380,8 @@ class Preview:
     role: str = ""
     bad_row: str = ""
     kind: str = ""
+    pictures: tuple[PreviewedPicture, ...] = ()
+    picture_id: int | None = None
 
 
 def preview(
@@ -379,11 +392,14 @@ def preview(
     nothing else.
     """
     tokenizer = work.begin()
+    vision = None if work.rendering is None else work.rendering.vision
+    picture_id = None if vision is None else vision.vision.image_token_id
     with closing(LocalEncoder(tokenizer, work.rendering)) as encoder:
         for name, document in work.first_documents(count):
             kind = ""
             example = document.example
             sides = list[tuple[list[int], list[bool]]]()
+            pictures: list[tuple[PreviewedPicture, ...]] = []
             if work.rendering is not None and (kind_of(document) == "text" or work.kinds.plain):
                 kind = "text" if kind_of(document) == "text" else "conversation"
             if document.tokens is not None:
@@ -407,10 +423,20 @@ def preview(
                 ends = np.cumsum(batch.lengths)[:-1].astype(np.int64)
                 parts = zip(np.split(batch.ids, ends), np.split(flags > 0, ends), strict=True)
                 sides += [(ids.tolist(), mask.tolist()) for ids, mask in parts]
+                if vision is not None:
+                    pictures = [_previewed(of_one, vision, tokenizer) for of_one in batch.pictures]
             if kind_of(document) == "prompts":
                 ids, _ = sides[0]
                 yield Preview(
-                    document.source, name, ids, pieces(ids, tokenizer), 1, 0, kind="prompt"
+                    document.source,
+                    name,
+                    ids,
+                    pieces(ids, tokenizer),
+                    1,
+                    0,
+                    kind="prompt",
+                    pictures=next(iter(pictures), ()),
+                    picture_id=picture_id,
                 )
                 continue
             if kind_of(document) == "text":
@@ -440,7 +466,10 @@ def preview(
             fits = all(
                 any(mask[1:count]) for (_, mask), count in zip(sides, kept_lengths, strict=True)
             )
-            for (ids, mask), length_left, role in zip(sides, kept_lengths, roles, strict=False):
+            cuts = [len(ids) - left for (ids, _), left in zip(sides, kept_lengths, strict=True)]
+            fits = fits and not (any(pictures) and any(cuts))  # one with a picture is never cut
+            of_sides = pictures or [()] * len(sides)
+            for (ids, mask), cut, role, of_side in zip(sides, cuts, roles, of_sides, strict=False):
                 text = pieces(ids, tokenizer)
                 yield Preview(
                     document.source,
@@ -448,11 +477,24 @@ def preview(
                     ids,
                     text,
                     int(fits),
-                    len(ids) - length_left,
+                    cut,
                     mask,
                     role,
                     kind=kind,
+                    pictures=of_side,
+                    picture_id=picture_id,
                 )
+
+
+def _previewed(
+    contents: Sequence[bytes], vision: VisionSource, tokenizer: Tokenizer
+) -> tuple[PreviewedPicture, ...]:
+    if not contents:
+        return ()
+    return tuple(
+        PreviewedPicture(*size, len(tokenizer.encode_rendered(text)))
+        for size, text in vision.sizes_and_texts(contents)
+    )
 
 
 def pieces(ids: list[int], tokenizer: Tokenizer) -> list[str]:

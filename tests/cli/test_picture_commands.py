@@ -1,0 +1,56 @@
+"""Commands on conversations with pictures, as a person types them."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from bloomery.cli import cli
+from pictures_for_tests import BLUE, RED, TEXT, png, prepared_rows, row
+
+
+def typed(*words: str) -> str:
+    result = CliRunner().invoke(cli, list(words), catch_exceptions=False, standalone_mode=False)
+    return result.output
+
+
+@pytest.fixture
+def workshop(tmp_path, monkeypatch):
+    """A recipe on rows about pictures, beside the model that it names."""
+    monkeypatch.chdir(tmp_path)
+    prepared_rows(tmp_path, [row(RED, TEXT, BLUE, answer="red"), row(TEXT, answer="what?")])
+    return tmp_path
+
+
+def test_preview_tells_size_and_tokens_of_each_picture_and_keeps_its_text_short(workshop):
+    (workshop / "rows" / "blue.png").write_bytes(png(96, 64, "blue"))
+    output = typed("prepare", "recipe.yaml", "--preview", "2")
+    lines = output.splitlines()
+    # 32 pixels of a side are one token of this processor.
+    assert "picture 1  40 x 60 pixels · 2 tokens" in lines
+    assert "picture 2  96 x 64 pixels · 6 tokens" in lines
+    assert sum(line.startswith("picture ") for line in lines) == 2
+    shown = output.replace("¦", "")
+    assert "<|vision_start|><|image_pad|> x 2 <|vision_end|>Color?" in shown
+    assert "<|vision_start|><|image_pad|> x 6 <|vision_end|>" in shown
+    assert output.count("<|image_pad|>") == 2
+    assert "⟦red<|im_end|>" in shown
+    assert "what?" in shown and shown.count("⟦") == 3  # the legend has one
+
+
+def test_preview_tells_that_a_text_with_pictures_is_left_out_and_not_cut(workshop):
+    output = typed("prepare", "recipe.yaml", "--preview", "2", "data.sequence_length=32")
+    assert "left out: longer than 32, and a text with pictures is never cut" in output
+    assert "truncated" not in output.splitlines()[0]
+
+
+def test_preview_has_the_pictures_of_both_sides_of_a_pair(workshop):
+    pair = {
+        "prompt": [{"role": "user", "content": [RED, TEXT]}],
+        "chosen": [{"role": "assistant", "content": "red"}],
+        "rejected": [{"role": "assistant", "content": "blue"}],
+    }
+    (workshop / "rows" / "train.jsonl").write_text(json.dumps(pair) + "\n")
+    output = typed("prepare", "recipe.yaml", "--preview", "1", "objective.kind=dpo")
+    assert "(chosen)" in output and "(rejected)" in output
+    assert output.count("picture 1  40 x 60 pixels · 2 tokens") == 2
