@@ -26,6 +26,7 @@ from bloomery.data.sources.documents import (
 )
 from bloomery.data.sources.files import DATA, TABLES, suffix_of
 from bloomery.data.sources.formats import NAMES, RequiredFormat
+from bloomery.data.sources.picture_columns import holds_pictures
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, refuse_unknown_ids
 from bloomery.evals.rewards import RewardScores, evaluate_rewards
 from bloomery.facts.config import refuse_values
@@ -39,6 +40,7 @@ from bloomery.train.batch_source import open_loader
 from bloomery.train.evaluation.evaluation import validation_result as evaluate_validation
 from bloomery.train.evaluation.scoring import PairMetrics, score_documents, score_pairs
 from bloomery.train.objectives.build import pretraining
+from bloomery.train.state import add_vision
 
 KINDS_OF_ROWS: tuple[RequiredFormat, ...] = ("sft", "pairs", "kto")  # the first takes text, too
 
@@ -217,6 +219,7 @@ def evaluate_as_trained(
     on_own_device = plan.train.device == decoder.device.type
     # The block mask is supported by every device.
     decoder.use_attention(plan.model.attention if on_own_device else "mask")
+    add_vision(decoder, plan)
     loader = open_loader(plan.data, "validation", seed=plan.train.seed)
     sizes = tokenizer.token_bytes()
     objective = pretraining(score_chunk=plan.model.score_chunk)
@@ -238,10 +241,9 @@ def evaluate_as_trained(
             "the loss is not a finite number: the weights are damaged", where=where, fix=fix
         )
     count = min(plan.eval.sequences or loader.sequences, loader.sequences)
-    note = (
-        f"same as in training: {count:,} of {loader.sequences:,} sequences of {plan.data.sequence_length:,} tokens;"
-        f" --data {where} scores whole texts"
-    )
+    note = f"same as in training: {count:,} of {loader.sequences:,} sequences of {plan.data.sequence_length:,} tokens"
+    if decoder.vision is None:
+        note += f"; --data {where} scores whole texts"
     return TextScores(
         result.loss, result.perplexity, result.bits_per_byte, result.tokens, result.bytes or 0
     ), [note]
@@ -300,6 +302,7 @@ def _sides_of(
 ) -> Iterator[tuple[list[int], int]]:
     """The chosen and the rejected side of each pair in turn, each with the index of its first loss token."""
     if (data / "manifest.json").is_file():
+        _refuse_stored_pictures(data)
         split = open_split(data, "validation")
         if split.kind != "pairs" or split.first_loss_tokens is None:
             raise _no_pairs(
@@ -359,8 +362,9 @@ def evaluate_texts(
 def read_texts(
     data: Path, tokenizer: Tokenizer, *, bos: bool = True, template: str | None = None
 ) -> Iterator[TokenizedText]:
-    """The documents of `data`, tokenized. Raises UserError when it is missing or unreadable."""
+    """The documents of `data`, tokenized. Raises UserError when it is missing or unreadable, and for pictures."""
     if (data / "manifest.json").is_file():
+        _refuse_stored_pictures(data)
         yield from _prepared(data, tokenizer, bos=bos)
         return
     sizes = tokenizer.token_bytes()
@@ -377,6 +381,19 @@ def read_texts(
             ids = tokenizer.encode(content) if isinstance(content, str) else list(content)
             ids = ids if ids[: len(start)] == start else start + ids
             yield TokenizedText(ids, _bytes(content, ids, sizes, has_bos=bool(start)))
+
+
+def _refuse_stored_pictures(prepared: Path) -> None:
+    if read_manifest(prepared).has_pictures:
+        raise _without_pictures("the dataset", str(prepared))
+
+
+def _without_pictures(subject: str, where: str) -> UserError:
+    return UserError(
+        f"{subject} has pictures, and would be scored without them",
+        where=where,
+        fix="run `bloomery eval RUN` alone: an sft run is scored on its validation set with its pictures",
+    )
 
 
 def _masked(
@@ -409,6 +426,8 @@ def _contents(data: Path, tokenizer: Tokenizer) -> Iterator[str | tuple[int, ...
         replace(dataset, files=files), on_error="stop", stats=ReadStats()
     ):
         document = unpadded(document, pad_id=tokenizer.pad_id, ends=ends)
+        if document.example is not None and holds_pictures(document.example):
+            raise _without_pictures("the row", document.source)
         yield document.content if document.tokens is None else document.tokens
 
 

@@ -318,8 +318,7 @@ def add_vision(model: Decoder, plan: RunPlan) -> None:
     # float16 overflows in some towers, as in residual streams of language models.
     precision = plan.train.precision
     dtype = torch.float32 if precision == "float16" else matmul_dtype(precision)
-    device = torch.device(plan.train.device)
-    model.see(load_tower(source.vision, plan.model.source, dtype=dtype, device=device))
+    model.see(load_tower(source.vision, plan.model.source, dtype=dtype, device=model.device))
 
 
 def refuse_pictures(plan: RunPlan) -> None:
