@@ -1,5 +1,6 @@
 """What runs on pictures write opens as the whole model: adapters in PEFT, merged and full models in transformers."""
 
+import json
 import shutil
 
 import pytest
@@ -12,16 +13,17 @@ from transformers import AutoModelForImageTextToText
 
 from bloomery.data.loader import Loader
 from bloomery.data.order import Cursor
-from bloomery.export.layouts import export_merged
+from bloomery.export.gguf import export_gguf
+from bloomery.export.layouts import export_adapter, export_merged
 from bloomery.facts.pictures import vision_of
 from bloomery.infer.forward import forward
-from bloomery.infer.model_folder import find_model
+from bloomery.infer.model_folder import ModelFiles, find_model
 from bloomery.model.configs import read_config
 from bloomery.model.forward_input import ALL_LOGITS
 from bloomery.model.io.stored import vision_tensors
 from bloomery.recipe.schema import Lora, NoAdapter
 from bloomery.train.state import build_state
-from pictures_for_tests import BLUE, RED, TEXT, prepared_rows, row
+from pictures_for_tests import BLUE, RED, TEXT, prepared_rows, row, save_base
 
 ROWS = [row(RED, TEXT, answer="red"), row(BLUE, TEXT, answer="blue")] * 8
 ADAPTER = Lora(kind="lora", rank=4, alpha=8.0, target_modules=["q_proj"])
@@ -79,6 +81,10 @@ def test_an_adapter_opens_in_peft_on_the_whole_model_and_merges_into_it(run, tmp
     assert adapted and not any("vis" in name for name in adapted)
     assert_sees(tuned, batch, logits)
 
+    # With logits that the library computes on the whole model.
+    copied = export_adapter(find_model(checkpoint), tmp_path / "copied")
+    assert any("loaded in PEFT" in proof for proof in copied.proofs)
+
     merged = tmp_path / "merged"
     done = export_merged(find_model(checkpoint), merged)
     assert any("vision tower" in proof for proof in done.proofs)
@@ -94,3 +100,16 @@ def test_a_model_that_is_trained_in_full_is_saved_whole(run, tmp_path):
     folder = tmp_path / "tuned"
     shutil.copytree(checkpoint, folder)
     assert_sees(opened(folder), batch, logits)
+
+
+def test_a_gguf_file_says_that_it_has_no_pictures(tmp_path):
+    base = tmp_path / "base"
+    save_base("smolvlm", base, weights=True)
+    # A GGUF file needs a merge; the byte 255 is in no text.
+    tokenizer = json.loads((base / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["re"] = vocab.pop("\u00ff")
+    tokenizer["model"]["merges"] = [["r", "e"]]
+    (base / "tokenizer.json").write_text(json.dumps(tokenizer))
+    done = export_gguf(ModelFiles(base, None, base), tmp_path / "out.gguf")
+    assert any("no mmproj file" in proof for proof in done.proofs)

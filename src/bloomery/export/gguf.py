@@ -69,13 +69,14 @@ from bloomery.facts.counting import (
     unstacked_shapes,
 )
 from bloomery.facts.hf_config import config_to_hf
+from bloomery.facts.pictures import vision_of
 from bloomery.infer.load import Use
 from bloomery.infer.model_folder import ModelFiles
 from bloomery.model.adapters.base_changes import changes_of_base
 from bloomery.model.adapters.lora import stack_adapter
 from bloomery.model.adapters.peft_reading import base_tensors, read_adaptation
 from bloomery.model.adapters.settings import base_of, has_stacks, read_settings
-from bloomery.model.configs import read_config
+from bloomery.model.configs import read_config, stated_config
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.safetensors import TensorReader
 from bloomery.model.io.stored import tensor_locations
@@ -385,6 +386,10 @@ def export_gguf(
                 if files.base is not None:
                     proof = proof_of_change_in_file(path, config, files, written, use)
             notes = [*graph_differences(config, tokenizer.description), *fallbacks(config, kind)]
+            if vision_of(stated_config(files.base or files.weights)) is not None:
+                notes.append(
+                    "the language model alone: no mmproj file, so llama.cpp sees no pictures"
+                )
             proofs = tuple(f"differs    {note}" for note in notes)
             if files.base is not None:
                 proofs += (proof,)

@@ -466,6 +466,8 @@ def check_in_library(
         logits = logits[:, last_token]
         if base is not None:
             settings["num_labels"] = 1
+    elif base is not None and is_inside_whole(draft):
+        model_class = transformers.AutoModelForImageTextToText
 
     # Under PEFT the libraries warn of each other.
     progress(f"opening the export in {library_name}")
