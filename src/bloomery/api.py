@@ -477,7 +477,15 @@ def export(
         return layouts.export_adapter(files, Path(out), verify=verify, use=use)
     if layout == "merged":
         return layouts.export_merged(files, Path(out), dtype=dtype, verify=verify, use=use)
-    return layouts.export(files.weights, Path(out), dtype=dtype, verify=verify, use=use)
+    # What a run saved with a tower was trained with pictures.
+    return layouts.export(
+        files.weights,
+        Path(out),
+        dtype=dtype,
+        verify=verify,
+        use=use,
+        keeps_vision=files.trained is not None,
+    )
 
 
 def convert(

@@ -14,7 +14,7 @@ from transformers import AutoModelForImageTextToText
 from bloomery.data.loader import Loader
 from bloomery.data.order import Cursor
 from bloomery.export.gguf import export_gguf
-from bloomery.export.layouts import export_adapter, export_merged
+from bloomery.export.layouts import export, export_adapter, export_merged
 from bloomery.facts.pictures import vision_of
 from bloomery.infer.forward import forward
 from bloomery.infer.model_folder import ModelFiles, find_model
@@ -100,6 +100,10 @@ def test_a_model_that_is_trained_in_full_is_saved_whole(run, tmp_path):
     folder = tmp_path / "tuned"
     shutil.copytree(checkpoint, folder)
     assert_sees(opened(folder), batch, logits)
+    exported = tmp_path / "exported"
+    done = export(checkpoint, exported, keeps_vision=True)
+    assert any("vision tower" in proof for proof in done.proofs)
+    assert_sees(opened(exported), batch, logits)
 
 
 def test_a_gguf_file_says_that_it_has_no_pictures(tmp_path):

@@ -28,6 +28,7 @@ from bloomery.export.merge_proof import proof_of_change
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import parameter_shapes
 from bloomery.facts.hf_config import config_to_hf, text_part
+from bloomery.facts.pictures import vision_of
 from bloomery.infer.load import Use
 from bloomery.infer.model_folder import ModelFiles
 from bloomery.model.adapters.base_changes import BaseChanges, refuse_unmergeable_biases
@@ -103,10 +104,12 @@ def export(
     dtype: str | None = None,
     verify: bool = True,
     use: Use | None = None,
+    keeps_vision: bool = False,
 ) -> Exported:
     """Writes the model in `source` to the new folder `out`, with tokenizer, generation settings and a model card.
 
-    `dtype`: None copies the weights as they are; else each is rounded once, one at a time. `out` is written completely
+    `dtype`: None copies the weights as they are; else each is rounded once, one at a time. `keeps_vision`: a multimodal
+    model stays whole, with its tower as it is; else its language model is written alone. `out` is written completely
     or not at all. Verification reads it back, compares every tensor with the source, or the logits where weights were
     rounded, and loads it in transformers where that is installed. Raises UserError when `out` exists or a check fails.
     """
@@ -148,6 +151,9 @@ def export(
             proofs += check_in_library(draft, *probe_logits(draft, use, where=source))
         elif verify:
             proofs += _compare_logits(draft, files, target_dtype, use)
+        if keeps_vision and vision_of(full_config, where=str(source)) is not None:
+            make_whole(draft, source)
+            proofs.append("whole: the vision tower and its processor are those of the model")
     return finished_export(out, proofs)
 
 
@@ -281,7 +287,14 @@ def export_vllm(
     if files.base is not None:
         done = export_merged(files, out, dtype="bfloat16", verify=verify, use=use)
     else:
-        done = export(files.weights, out, dtype="bfloat16", verify=verify, use=use)
+        done = export(
+            files.weights,
+            out,
+            dtype="bfloat16",
+            verify=verify,
+            use=use,
+            keeps_vision=files.trained is not None,
+        )
     for path in out.iterdir():
         path.chmod(0o644)
     return replace(done, next=f"vllm serve {out}")
