@@ -54,3 +54,15 @@ def test_preview_has_the_pictures_of_both_sides_of_a_pair(workshop):
     output = typed("prepare", "recipe.yaml", "--preview", "1", "objective.kind=dpo")
     assert "(chosen)" in output and "(rejected)" in output
     assert output.count("picture 1  40 x 60 pixels · 2 tokens") == 2
+
+
+def test_prepare_tells_why_a_long_conversation_with_pictures_is_left_out(workshop):
+    long = row(RED, {"type": "text", "text": "z" * 200}, answer="red")
+    rows = [long, *[row(TEXT, answer=f"what {number}") for number in range(4)]]
+    (workshop / "rows" / "train.jsonl").write_text(
+        "".join(json.dumps(each) + "\n" for each in rows)
+    )
+    output = typed("prepare", "recipe.yaml", "--check", "data.sequence_length=128")
+    assert "left out: 1 conversation with pictures, which do not fit" in output
+    assert "left out: 1 conversation with pictures, longer than data.sequence_length" in output
+    assert "masked" not in output.partition("left out")[2]

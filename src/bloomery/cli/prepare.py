@@ -238,6 +238,8 @@ def _print_packing(manifest: "Manifest", loaded_recipe: "LoadedRecipe", folder: 
         parts.append(f"truncated: {truncated_units} by {stats.cut:,} tokens")
     if stats.dropped:
         parts.append(f"left out: {counted(stats.dropped, units)}, no loss tokens after truncation")
+    if stats.uncut:
+        parts.append(f"left out: {counted(stats.uncut, units)} with pictures, which do not fit")
     if stats.all_masked:
         parts.append(f"left out: {counted(stats.all_masked, units)}, all labels are masked")
     echo(f"sequences  {'; '.join(parts)}")

@@ -67,7 +67,10 @@ class PackedSource:
     lengths: Ids
     truncated_units: int
     truncated_tokens: int
-    dropped_units: int  # longer than a sequence; the part that fits has no loss token
+    dropped_units: (
+        int  # longer than a sequence; the part that fits has no loss token, or is no part
+    )
+    uncut_units: int  # of these, those that are never cut, as they have pictures
     all_masked_units: int  # without a loss token at any length
 
     @property
@@ -353,8 +356,10 @@ def pack_units(
     lengths = truncated_lengths(full_lengths, sequence_length)
     has_loss_tokens = (first_loss_tokens < full_lengths).all(1)
     fits = (first_loss_tokens < lengths).all(1)
+    would_be_cut = np.zeros_like(fits)
     if stays_whole is not None:
-        fits &= ~stays_whole | (lengths == full_lengths).all(1)
+        would_be_cut = has_loss_tokens & stays_whole & (lengths < full_lengths).any(1)
+        fits &= ~would_be_cut
     packed_units = np.flatnonzero(fits)
     cut_tokens = full_lengths[packed_units] - lengths[packed_units]
 
@@ -372,6 +377,7 @@ def pack_units(
         truncated_units=int((cut_tokens > 0).any(1).sum()),
         truncated_tokens=int(cut_tokens.sum()),
         dropped_units=int(has_loss_tokens.sum()) - len(packed_units),
+        uncut_units=int(would_be_cut.sum()),
         all_masked_units=int((~has_loss_tokens).sum()),
     )
 

@@ -105,6 +105,7 @@ class PackingStats:
     truncated: int
     cut: int
     dropped: int
+    uncut: int
     all_masked: int
 
 
@@ -163,7 +164,8 @@ def packing_stats(split: Split, *, sequence_length: int, layout: Layout) -> Pack
         truncated=sum(source.truncated_units for source in packed_sources)
         + sum(int((excess > 0).sum()) for excess in longer),
         cut=sum(source.truncated_tokens for source in packed_sources) + cut,
-        dropped=sum(source.dropped_units for source in packed_sources),
+        dropped=sum(source.dropped_units - source.uncut_units for source in packed_sources),
+        uncut=sum(source.uncut_units for source in packed_sources),
         all_masked=sum(source.all_masked_units for source in packed_sources),
     )
 
@@ -339,6 +341,11 @@ def _chat_warnings(
         yield f"left out: {counted(check.packing.all_masked, units)} with all labels masked; see data.chat.train_on"
     if check.packing and check.packing.dropped:
         yield f"left out: {counted(check.packing.dropped, units)} with all labels within data.sequence_length masked"
+    if check.packing and check.packing.uncut:
+        yield (
+            f"left out: {counted(check.packing.uncut, units)} with pictures, longer than data.sequence_length: none is"
+            " cut; raise it"
+        )
     if manifest.template.endswith(NOT_OWN):
         yield f"the chat template is {manifest.template}: the model may not know its markup"
     if missing_tokens:
