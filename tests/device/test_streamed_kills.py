@@ -73,8 +73,10 @@ def train_until_killed(plan_json: str, folder: str, place: str, count: int) -> l
         # Weights have changed, and neither the step counts nor the device know it.
         step = OptimizersContainer.step
 
-        def update_and_visit(self: OptimizersContainer, lr_scale: float) -> None:
-            step(self, lr_scale)
+        def update_and_visit(
+            self: OptimizersContainer, lr_scale: float, *, gradient_factor: float = 1.0
+        ) -> None:
+            step(self, lr_scale, gradient_factor=gradient_factor)
             visit()
 
         OptimizersContainer.step = update_and_visit  # type: ignore[method-assign]

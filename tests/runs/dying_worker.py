@@ -56,21 +56,20 @@ def failing(how):
 
     from bloomery.train import step as steps
 
-    real = steps.compute_loss
+    real = steps.compute_losses
 
-    def compute_loss(*args, **kwargs):
+    def compute_losses(*args, **kwargs):
         if how == "memory":
             raise torch.OutOfMemoryError(
                 "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ..."
             )
-        parts = real(*args, **kwargs)
-        return parts._replace(total=parts.total * float("nan"))
+        return [parts._replace(total=parts.total * float("nan")) for parts in real(*args, **kwargs)]
 
-    steps.compute_loss = compute_loss
+    steps.compute_losses = compute_losses
     try:
         yield
     finally:
-        steps.compute_loss = real
+        steps.compute_losses = real
 
 
 if __name__ == "__main__":

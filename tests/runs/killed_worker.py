@@ -53,7 +53,7 @@ def lay_places(wanted):
     # Every worker has been asked by then.
     around(rewards.Rewards, "_answer", "reward")
     around(rollout_source, "write_completions", "reward", after=True)
-    around(step, "compute_loss", "update")
+    around(step, "compute_losses", "update")
     around(OptimizersContainer, "step", "update", after=True)
     for name in ("save_file", "copy_tokenizer", "put_in_place", "note_best"):
         around(checkpoint, name, "save", after=True)

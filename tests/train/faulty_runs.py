@@ -112,4 +112,4 @@ def deaf_optimizer(monkeypatch) -> None:
     """Gradients come, and nothing moves."""
     from bloomery.train.optim.build import OptimizersContainer
 
-    monkeypatch.setattr(OptimizersContainer, "step", lambda self, lr_scale: None)
+    monkeypatch.setattr(OptimizersContainer, "step", lambda self, lr_scale, **_: None)

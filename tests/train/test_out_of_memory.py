@@ -183,13 +183,15 @@ def test_an_update_that_was_cut_short_is_taken_back(plan, tmp_path, monkeypatch,
     updates = []
     real_step = OptimizersContainer.step
 
-    def failing_step(self: OptimizersContainer, lr_scale: float) -> None:
+    def failing_step(
+        self: OptimizersContainer, lr_scale: float, *, gradient_factor: float = 1.0
+    ) -> None:
         updates.append(lr_scale)
         if len(updates) == failing_update:
             for parameter in self.parameters[: len(self.parameters) // 2]:
                 parameter.data.add_(1.0)
             raise torch.OutOfMemoryError("HIP out of memory. Tried to allocate 20.00 MiB.")
-        real_step(self, lr_scale)
+        real_step(self, lr_scale, gradient_factor=gradient_factor)
 
     monkeypatch.setattr(OptimizersContainer, "step", failing_step)
     recovered_run = Run(plan, tmp_path / "short")

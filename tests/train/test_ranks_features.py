@@ -333,7 +333,7 @@ def train_noting_gradients(plan_json: str, folder: str) -> list[Any]:
     def first_step(own, *arguments, **named):
         loop.train_step, update = plain, own.optimizer.step
 
-        def noting(lr_scale: float) -> None:
+        def noting(lr_scale: float, *, gradient_factor: float = 1.0) -> None:
             parameters = own.model.named_parameters()
             found = {
                 name: full(p.grad).float().contiguous()
@@ -348,7 +348,7 @@ def train_noting_gradients(plan_json: str, folder: str) -> list[Any]:
             if own.mesh.first_data_rank:
                 save_file(found, Path(folder) / f"stage-{own.mesh.stage}-{GRADIENTS}")
             del own.optimizer.step
-            update(lr_scale)
+            update(lr_scale, gradient_factor=gradient_factor)
 
         own.optimizer.step = noting
         products, graphs = list[str](), counters["stats"]["unique_graphs"]

@@ -274,23 +274,21 @@ def test_out_of_memory_in_training_takes_smaller_micro_batches(
 ):
     """The rollout is kept, or sampled again with the same completions; its metrics are reported once."""
     from bloomery.train import step
-    from bloomery.train.objectives import build as objectives
     from bloomery.train.rl import policy_scores
 
     edits = ("train.max_steps=2", "train.micro_batch_size=4", "objective.num_iterations=2")
     whole = train(plan_of(recipe, *edits), tmp_path / "whole")
     module, name = (
-        (policy_scores, "forward") if moment.startswith("scores") else (step, "compute_loss")
+        (policy_scores, "forward_all") if moment.startswith("scores") else (step, "compute_losses")
     )
     work = getattr(module, name)
 
-    def short_of_memory(model, batch, *rest, **named):
-        if len(batch.tokens) == 4:
+    def short_of_memory(model, batches, *rest, **named):
+        if any(len(batch.tokens) == 4 for batch in batches):
             raise MemoryError
-        return work(model, batch, *rest, **named)
+        return work(model, batches, *rest, **named)
 
     monkeypatch.setattr(module, name, short_of_memory)
-    assert objectives.forward is not short_of_memory
     events = train(plan_of(recipe, *edits), tmp_path / "short")
     (recovered,) = fields(events, "Recovered")
     assert "out of memory" in recovered["reason"]
@@ -309,15 +307,16 @@ def test_a_rewind_drops_the_rollout_and_its_prompts(recipe, tmp_path, monkeypatc
     """Steps 3 and 4 are those of the second rollout, whose losses are made NaN."""
     from bloomery.train import step
 
-    compute_loss = step.compute_loss
+    compute_losses = step.compute_losses
     done: list = []
 
-    def broken(model, batch, *rest, **named):
-        parts = compute_loss(model, batch, *rest, **named)
-        is_broken = 2 <= len(done) < 6  # three steps are skipped, and the fourth rewinds
-        return parts._replace(total=parts.total * float("nan")) if is_broken else parts
+    def broken(*arguments, **named):
+        all_parts = compute_losses(*arguments, **named)
+        if not 2 <= len(done) < 6:  # three steps are skipped, and the fourth rewinds
+            return all_parts
+        return [parts._replace(total=parts.total * float("nan")) for parts in all_parts]
 
-    monkeypatch.setattr(step, "compute_loss", broken)
+    monkeypatch.setattr(step, "compute_losses", broken)
     edits = ("objective.num_iterations=4", "checkpoint.every=1 steps", "train.max_steps=8")
     plan = plan_of(recipe, *edits, "eval.every=none")
 

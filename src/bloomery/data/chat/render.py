@@ -533,8 +533,11 @@ class Renderer:
         trial = {"messages": turns, "tools": [], "train_on": None}
         as_text, as_parts = process.read([trial, {**trial, "takes_parts": True}])
         error = as_text.get("error", "")
-        process.takes_parts = _QUESTION not in as_text.get("text", _QUESTION) and (
-            _QUESTION in as_parts.get("text", "")
+        parts_text = as_parts.get("text", "")
+        process.takes_parts = (
+            _QUESTION not in as_text.get("text", _QUESTION)
+            and _QUESTION in parts_text
+            and "{'type'" not in parts_text  # the list itself, as Python writes it
         )
         if error and not error.startswith("it refuses"):
             raise process.error(error)

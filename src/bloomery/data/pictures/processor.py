@@ -9,14 +9,14 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, final
-
-from PIL import Image
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from bloomery.core.errors import UserError
 from bloomery.core.extras import install_extra
 from bloomery.facts.pictures import Vision
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # What an image processor is read from.
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -26,7 +26,7 @@ Json = Mapping[str, Any]
 class Processed(NamedTuple):
     """`inputs`: tensors by the names that transformers' model takes. `texts`: what stands for each picture."""
 
-    inputs: dict[str, Tensor]
+    inputs: "dict[str, Tensor]"
     texts: list[str]
 
 
@@ -135,6 +135,9 @@ class PictureProcessor:
 
     def process(self, contents: Sequence[bytes]) -> Processed:
         """Of pictures as `reader` leaves them, at least one."""
+        from PIL import Image
+        from torch import Tensor
+
         pictures = [Image.open(io.BytesIO(content)).convert("RGB") for content in contents]
         made = self._images(pictures, return_tensors="pt", **self._text.settings)
         texts = [self._text.text_of(self._config, made, index) for index in range(len(pictures))]
@@ -144,6 +147,8 @@ class PictureProcessor:
 
 def size_of(content: bytes) -> tuple[int, int]:
     """Width and height in pixels, of a picture as `reader` leaves it."""
+    from PIL import Image
+
     with Image.open(io.BytesIO(content)) as picture:
         return picture.size
 
