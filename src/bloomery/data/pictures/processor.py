@@ -150,7 +150,8 @@ def size_of(content: bytes) -> tuple[int, int]:
     from PIL import Image
 
     with Image.open(io.BytesIO(content)) as picture:
-        return picture.size
+        width, height = picture.size
+    return int(width), int(height)
 
 
 def _image_processor(folder: Path) -> Any:
