@@ -261,7 +261,7 @@ def with_three_convolutions(tensors):
     return {name: tensor for name, tensor in tensors.items() if name not in whole} | parts
 
 
-@pytest.mark.sampled(20)  # a hundred models each
+@pytest.mark.sampled(40)  # a hundred models each
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_key_that_transformers_reads_is_read_or_refused(family, tmp_path):
     outcomes = {"equal": 0, "refused": 0, "no oracle": 0}

@@ -67,14 +67,14 @@ def replicas(plan) -> int:
     return layout.replicate * layout.shard
 
 
-# In `make test` every fourth recipe has every sixteenth card; in `make soak` each has each.
+# In `make test` every eighth recipe has every sixteenth card; in `make soak` each has each.
 SOME = [
     pytest.param(name, CARDS[number % 16 :: 16], id=name) for number, name in enumerate(RECIPES)
 ]
 EACH = [pytest.param(name, EVERY, id=f"{name} on each", marks=pytest.mark.soak) for name in RECIPES]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("recipe", "cards"), [*SOME, *EACH])
 def test_one_of_every_card(recipe, cards):
     loaded = load_recipe(recipe)

@@ -29,7 +29,7 @@ def planned(*words):
     return CliRunner().invoke(command, words)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("entry", published_models(), ids=lambda entry: entry.names[0])
 def test_every_model_of_the_table_is_planned(entry):
     result = planned("--model", entry.names[0], "--gpu", "MI300X", "--json")
