@@ -1,6 +1,7 @@
 """Plans of weights that live in the host's memory: what fits, what it costs, and where the host has no room."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from bloomery.cli.plan import command
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB
+from bloomery.facts.counting import parameter_shapes
 from bloomery.hardware.host_links import host_link
 from bloomery.hardware.profile import build_profile, with_gpu, with_host_memory
 from bloomery.hardware.specs import find_gpu
@@ -382,6 +384,35 @@ def test_copies_hide_from_as_many_tokens_as_the_bound_says(gpu, flops, link_gbs,
     assert 0.6 * bound < plan.stream.hidden_from < 1.02 * bound
     planned_tokens = f"{plan.stream.hidden_from:,} planned, {bound:,.0f} by matmuls alone"
     print(f"{gpu}: {planned_tokens}, {tokens:,} in the table")
+
+
+@pytest.mark.parametrize(("gpu", "flops", "link_gbs", "tokens"), BOUNDS)
+def test_four_bits_hide_from_a_quarter_of_the_tokens_and_speed_is_bound_by_products(
+    gpu, flops, link_gbs, tokens
+):
+    """The table's 462, 93, 1166 and 180 tokens take 0.5625 bytes a weight; here double quantization leaves 0.516.
+
+    A token of LoRA costs 6 P operations: forward, forward again, and the gradient of the input, 2 P each; in the table
+    that bounds 14B to 589, 100, 1250 and 193 tokens/s.
+    """
+    settings = {"adapter": LORA, "parallel": {"stream": "layers"}}
+    plain = plan_of("Qwen/Qwen3-14B", gpu, 64, **settings)
+    quantize = {"kind": "nf4", "double_quant": True}
+    lean = plan_of("Qwen/Qwen3-14B", gpu, 64, quantize=quantize, **settings)
+    share = lean.stream.hidden_from / plain.stream.hidden_from
+    assert share == pytest.approx(0.516 / 2, rel=0.15)
+
+    num_layer_weights = sum(
+        math.prod(shape)
+        for name, shape in parameter_shapes(plain.model.config).items()
+        if name.startswith("model.layers.")
+    )
+    by_table = {"RX 7900 XTX": 589, "RX 6700 XT": 100, "RTX 4090": 1250, "RTX 3060 12GB": 193}
+    assert flops / (6 * num_layer_weights) == pytest.approx(by_table[gpu], rel=0.01)
+    profile = build_profile(gpu_machine(gpu))
+    typical = profile.gpu.peak_flops(plain.train.precision) * profile.arch.efficiency[1]
+    speed = plain.train.tokens_per_step / plain.step_seconds.value
+    assert 0.55 < speed * 6 * num_layer_weights / typical < 1
 
 
 # The command.
