@@ -5,7 +5,12 @@ Intel's is reached as torch.xpu, the others as torch.cuda: `run.py --device inte
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+
+from bloomery.core.device import accelerator_type, cap_memory, num_devices
 
 # Helpers of the tests of plans and simulations, and of the benchmarks, are used here too.
 ROOT = Path(__file__).parents[2]
@@ -18,3 +23,12 @@ collect_ignore = [
     for path in Path(__file__).parent.glob("test_*.py")
     if not vendor or (path.name == "test_intel.py") != (vendor == "intel")
 ]
+
+
+@pytest.fixture(autouse=True)
+def no_cap() -> Iterator[None]:
+    """A run caps the memory of its process: the next test has all of it."""
+    yield
+    device_type = accelerator_type()
+    for index in range(num_devices(device_type) if device_type else 0):
+        cap_memory(f"{device_type}:{index}", float("inf"))
