@@ -97,7 +97,7 @@ def test_a_killed_run_resumes_bitwise(corpus: Path, tmp_path: Path, place: str) 
     plan = streamed_plan(corpus)
     whole = train(plan, tmp_path / "whole")
     dice = random.Random(place)
-    most = {"copy": 30, "update": 2}[place]
+    most = {"copy": 8, "update": 2}[place]
     for number in range(2):
         folder = tmp_path / f"killed-{number}"
         folder.mkdir()

@@ -84,7 +84,9 @@ class HostGradients:
             self._copies.send(sent, lambda: _copy_all(direct), most_under_way=STREAM_STAGED)
             return
 
-        # The rest arrives in a staging buffer, and the thread takes it from there.
+        # The rest arrives in a staging buffer, and the thread takes it from there. The last gradients of the first
+        # micro-batch have left long ago.
+        self._copies.release_sent()
         buffer_B = self._free_buffer()
 
         def staged(pairs: list[tuple[Place, Tensor]]) -> list[tuple[Tensor, Tensor]]:
