@@ -29,25 +29,29 @@ class VisionKind:
     """A family of multimodal models, of which transformers has the tower.
 
     `image_token`: the key of the id that stands where a picture's features do. `both_ways`: the layers in which tokens
-    of a picture attend to those after them, too; "windows" where the config.json asks for it.
+    of a picture attend to those after them, too; "windows" where the config.json asks for it. `projector`: the modules
+    of transformers' model that fit what the tower makes to the language model.
     """
 
     image_token: str = "image_token_id"
     both_ways: BothWays = "none"
     interleaved: bool | None = None  # of positions in three axes; None: positions are the text's
+    projector: tuple[str, ...] = ("multi_modal_projector",)
 
 
 VISION_KINDS: Mapping[str, VisionKind] = MappingProxyType(
     {
         "gemma3": VisionKind(image_token="image_token_index", both_ways="all"),
-        "gemma4": VisionKind(both_ways="windows"),
+        "gemma4": VisionKind(both_ways="windows", projector=("embed_vision",)),
         "internvl": VisionKind(),
         "lfm2_vl": VisionKind(),
         "mistral3": VisionKind(image_token="image_token_index"),
-        "qwen2_5_vl": VisionKind(interleaved=False),
-        "qwen3_5": VisionKind(interleaved=True),
-        "qwen3_vl": VisionKind(interleaved=True),
-        "smolvlm": VisionKind(),
+        "qwen2_5_vl": VisionKind(interleaved=False, projector=("visual.merger",)),
+        "qwen3_5": VisionKind(interleaved=True, projector=("visual.merger",)),
+        "qwen3_vl": VisionKind(
+            interleaved=True, projector=("visual.merger", "visual.deepstack_merger_list")
+        ),
+        "smolvlm": VisionKind(projector=("connector",)),
     }
 )
 
@@ -63,6 +67,12 @@ class Vision:
     both_ways: BothWays = (
         "none"  # the layers in which tokens of a picture attend to those after them
     )
+
+
+def is_projector(kind: str, name: str) -> bool:
+    """Whether a parameter or module of a multimodal model, not of its language model, is the projector's."""
+    inside = name.removeprefix("model.")
+    return any(inside.startswith(f"{module}.") for module in VISION_KINDS[kind].projector)
 
 
 def vision_of(hf: Mapping[str, Any], *, where: str = "config.json") -> Vision | None:

@@ -47,7 +47,7 @@ from bloomery.facts.config import ModelConfig
 from bloomery.facts.families import architecture_of
 from bloomery.facts.hf_config import text_part
 from bloomery.facts.limits import refuse_teacher_length, refuse_teacher_tokenizer
-from bloomery.facts.pictures import vision_of
+from bloomery.facts.pictures import is_projector, vision_of
 from bloomery.facts.published import published_config, similar_names
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile, build_profile
@@ -69,6 +69,7 @@ from bloomery.plan.unsupported import (
     refuse_misfits,
     refuse_recipe,
 )
+from bloomery.plan.vision import refuse_without_pictures
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.objectives import Distill, Rollouts
 from bloomery.recipe.rewards import ModelReward
@@ -358,8 +359,14 @@ FILES = 20  # of a built-in dataset
 
 
 def prepared_facts(manifest: Manifest, recipe: Recipe, prepared: Path) -> DatasetFacts:
-    """The facts of a prepared dataset in the recipe's layout."""
+    """The facts of a prepared dataset in the recipe's layout.
+
+    Raises UserError where the recipe trains what reads pictures, and the dataset has none.
+    """
     data = recipe.data
+    if not manifest.has_pictures:
+        refuse_without_pictures(recipe)
+    tower_weights, projector_weights = _vision_weights(recipe) if manifest.has_pictures else (0, 0)
     learned = manifest.train.loss_tokens
     tokens = manifest.train.tokens
     laid = count_sequences(
@@ -384,17 +391,21 @@ def prepared_facts(manifest: Manifest, recipe: Recipe, prepared: Path) -> Datase
         eos_id=manifest.eos_id,
         pad_id=manifest.pad_id,
         digest=manifest.tokens_digest,
-        tower_weights=_tower_weights(recipe) if manifest.has_pictures else 0,
+        tower_weights=tower_weights,
+        projector_weights=projector_weights,
     )
 
 
-def _tower_weights(recipe: Recipe) -> int:
-    """The numbers of the tower of the recipe's model; 0 where its weights are not on this disk."""
+def _vision_weights(recipe: Recipe) -> tuple[int, int]:
+    """The numbers of all that reads pictures in the recipe's model, and of its projector; 0 where they are not here."""
     name = recipe.model.from_
     folder = None if name is None else hub.cached_model(name, weights=hub.is_hub_id(name))
-    if folder is None or is_bare(folder):
-        return 0
-    return sum(math.prod(tensor.shape) for tensor in vision_tensors(folder).values())
+    vision = None if folder is None or is_bare(folder) else vision_of(stated_config(folder))
+    if folder is None or vision is None:
+        return 0, 0
+    sizes = {name: math.prod(tensor.shape) for name, tensor in vision_tensors(folder).items()}
+    of_projector = [size for name, size in sizes.items() if is_projector(vision.kind, name)]
+    return sum(sizes.values()), sum(of_projector)
 
 
 def longest_document(prepared: Path, manifest: Manifest) -> int:

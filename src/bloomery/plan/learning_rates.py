@@ -15,6 +15,7 @@ from bloomery.facts.counting import parameter_count
 from bloomery.facts.objectives import OBJECTIVES
 from bloomery.facts.optimizers import OPTIMIZERS, USUAL_OPTIMIZER
 from bloomery.facts.rates import Rates, rate_text
+from bloomery.plan.vision import PROJECTOR_ALONE, TOWER
 from bloomery.recipe.schema import Peft, Recipe
 
 # Of models with fewer parameters than the first number of each row.
@@ -88,6 +89,14 @@ def usual_optimizer(
 def usual_of(recipe: Recipe, config: ModelConfig) -> UsualOptimizer:
     """The table's row of a recipe, whose model has this config."""
     adapter = recipe.adapter
+    if recipe.vision.freeze_language_model:
+        is_tower = recipe.vision.train == "tower"
+        return UsualOptimizer(
+            rates=TOWER if is_tower else PROJECTOR_ALONE,
+            method="a tower alone" if is_tower else "a projector alone",
+            weight_decay=0.0,
+            warmup=WARMUP,
+        )
     return usual_optimizer(
         recipe.objective.kind,
         adapter=adapter.method if isinstance(adapter, Peft) else adapter.kind,

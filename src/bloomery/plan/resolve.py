@@ -68,6 +68,7 @@ from bloomery.plan.types import (
     TrainPlan,
 )
 from bloomery.plan.unsupported import refuse_mesh
+from bloomery.plan.vision import vision_choices, vision_plan
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.objectives import Rollouts
 from bloomery.recipe.schema import (
@@ -193,6 +194,7 @@ def resolve(loaded_recipe: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: 
         objective=step.objective,
         rewards=tuple(recipe.rewards),
         adapter=recipe.adapter,
+        vision=vision_plan(recipe),
         quantize=recipe.quantize,
         quantized_by=step.dequantizer.value,
         torch=facts.machine.software.torch or "",
@@ -608,6 +610,7 @@ def _decisions(
             recipe, facts.model, known_vocabulary=facts.known_vocabulary, added=facts.new_tokens
         ),
         *objective_choices(recipe, facts.dataset, facts.teacher, step.reference),
+        *vision_choices(recipe),
         *router_choices(recipe, config, accumulation=step.accumulation),
         *optimizer_choices.items(),
         *arithmetic_choices(recipe, facts.model, precision=step.precision.value),

@@ -27,6 +27,7 @@ from bloomery.recipe.schema import (
     PipelineSchedule,
     PipelineTransport,
     Quantize,
+    VisionParts,
     Wsd,
 )
 
@@ -117,7 +118,8 @@ class DatasetFacts(PlanPart):
     template: str = ""  # a description of the chat template
     texts: Texts = "none"
     digest: str = ""  # of the prepared dataset; empty before
-    tower_weights: int = 0  # numbers of the vision tower, where rows have pictures
+    tower_weights: int = 0  # numbers of vision tower and projector, where rows have pictures
+    projector_weights: int = 0  # of them, of the projector
 
 
 class Decision(PlanPart):
@@ -165,6 +167,18 @@ class DataPlan(PlanPart):
     pin_memory: bool
     prefetch: int
     on_error: Literal["stop", "skip"] = "stop"  # at a row that rewards cannot score
+
+
+class VisionPlan(PlanPart):
+    """How the parts that read pictures are trained; LoRA on them is `adapter.vision`.
+
+    `train`: those trained in full. `learning_rate`: of the tower. Both rates hold for LoRA, too.
+    """
+
+    train: VisionParts = "none"
+    learning_rate: NotNegative = 0.0
+    projector_learning_rate: NotNegative = 0.0
+    freeze_language_model: bool = False
 
 
 class OptimizerPlan(PlanPart):
@@ -492,6 +506,7 @@ class RunPlan(PlanPart):
     objective: AnyObjective = Pretrain()
     rewards: tuple[AnyReward, ...] = ()  # of grpo, rloo and ppo
     adapter: Adapter = NoAdapter()
+    vision: VisionPlan = VisionPlan()
     quantize: Quantize = Quantize()
     quantized_by: Dequantizer = "torch"  # the implementation that reads quantized weights
     torch: str  # the version of the plan

@@ -41,6 +41,7 @@ from bloomery.plan.reward_code import refuse_missing_function, refuse_missing_pl
 from bloomery.plan.routers import refuse_router
 from bloomery.plan.stages import refuse_schedule
 from bloomery.plan.types import DatasetFacts
+from bloomery.plan.vision import refuse_vision_misfits
 from bloomery.recipe.objectives import Rollouts
 from bloomery.recipe.rewards import PluginReward, PythonReward, VerifierReward, reward_name
 from bloomery.recipe.schema import Lora, NoAdapter, Peft, Recipe
@@ -271,6 +272,7 @@ def refuse_recipe(recipe: Recipe) -> None:
     refuse_optimizer_memory_misfits(recipe)
     refuse_method_misfits(recipe)
     refuse_schedule(recipe.parallel)
+    refuse_vision_misfits(recipe)
     if recipe.quantize.kind != "none" and recipe.adapter.kind == "none":
         raise UserError(
             f"{recipe.quantize.kind} weights are not trainable, and the recipe has no adapter",

@@ -105,6 +105,27 @@ def lora(draft: Draft, names: Mapping[str, str]) -> None:
             draft.set(f"adapter.{key}", int(value) if key == "rank" else value, name)
 
 
+ADAPTER_ALONE = "not supported: an adapter on what reads pictures alone"
+
+
+def vision_parts(draft: Draft, *, tower: str, projector: str, language_model: str) -> None:
+    """The names say which parts are frozen: in full training the others are trained, with LoRA they are targets."""
+    names = [name for name in (tower, projector) if draft.given(name)]
+    has_tower = not draft.is_on(tower)
+    has_projector = not draft.is_on(projector)
+    parts = "none"
+    if has_tower or has_projector:
+        parts = "all" if has_tower and has_projector else "tower" if has_tower else "projector"
+    is_adapted = draft.value("adapter.kind") in ("lora", "dora")
+    if names:
+        draft.set("adapter.vision" if is_adapted else "vision.train", parts, *names)
+    if draft.given(language_model) and is_adapted:
+        draft.leave(language_model, ADAPTER_ALONE)
+    elif draft.given(language_model):
+        freezes = draft.is_on(language_model)
+        draft.set("vision.freeze_language_model", freezes, language_model)
+
+
 # LLaMA-Factory
 
 _STAGES = {"pt": "pretrain", "sft": "sft", "rm": "reward", "ppo": "ppo", "kto": "kto"}
@@ -154,6 +175,19 @@ def llama_factory(draft: Draft) -> None:
     elif method == "freeze":
         reason = "set it: finetuning_type=freeze is not supported, and this trains every weight"
         draft.set("adapter.kind", "none", reason=reason)
+    if method == "lora":
+        draft.leave("freeze_multi_modal_projector", "of full training: LoRA leaves it out")
+        if draft.given("freeze_vision_tower"):
+            parts = "none" if draft.is_on("freeze_vision_tower") else "tower"
+            draft.set("adapter.vision", parts, "freeze_vision_tower")
+        draft.leave("freeze_language_model", ADAPTER_ALONE)
+    else:
+        vision_parts(
+            draft,
+            tower="freeze_vision_tower",
+            projector="freeze_multi_modal_projector",
+            language_model="freeze_language_model",
+        )
 
     # The dataset: `neat_packing` packs, and masks; `packing` alone does not mask; `pt` packs by itself.
     if kind in ("sft", "pretrain"):

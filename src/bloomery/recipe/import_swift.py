@@ -9,6 +9,7 @@ from bloomery.recipe.import_rules import (
     sequence_length,
     unsupported_loss,
     validation_size,
+    vision_parts,
 )
 from bloomery.recipe.import_trainer import evaluation, trainer_arguments
 
@@ -51,6 +52,7 @@ def swift(draft: Draft) -> None:
                 draft.set("adapter.target_modules", renamed, name)
     elif tuner == "full":
         draft.set("adapter.kind", "none", tuner_name)
+    vision_parts(draft, tower="freeze_vit", projector="freeze_aligner", language_model="freeze_llm")
     if draft.given("quant_bits") and draft.word("quant_method") in ("", "bnb"):
         kinds = {"4": "nf4", "8": "int8"}
         quantization = kinds.get(str(draft.get("quant_bits")))

@@ -355,6 +355,9 @@ class Data(Section):
         return "packed" if self.document_masking else "fixed"
 
 
+VisionParts = Literal["none", "projector", "tower", "all"]
+
+
 class NoAdapter(Section):
     """Every parameter is trained."""
 
@@ -389,6 +392,10 @@ class Lora(Section):
     modules_to_save: OneOrMore[str] = key(
         [], "Modules trained in full, such as embed_tokens, lm_head, norms."
     )
+    vision: VisionParts = key(
+        "none",
+        "Parts that read pictures with LoRA on all their linear maps, beside target_modules.",
+    )
     dtype: Literal["float32", "bfloat16"] = key("float32", "Data type of the LoRA matrices.")
 
 
@@ -411,6 +418,29 @@ class Quantize(Section):
         "Quantization of the frozen base weights: 4 bits (nf4: QLoRA) or 8 bits; needs an adapter.",
     )
     double_quant: bool = key(True, "nf4: quantize the scales, too (arXiv:2305.14314).")
+
+
+class VisionSection(Section):
+    """What is trained of the parts that read pictures: the tower, and the projector that fits its output to the text.
+
+    By default both run as published. `adapter.vision` puts LoRA on them instead.
+    """
+
+    train: VisionParts = key("none", "Parts that read pictures and are trained in full.")
+    learning_rate: Auto | PositiveFloat = key(
+        "auto",
+        "Learning rate of the tower; auto: 2e-6 in full, optimizer.learning_rate with LoRA.",
+        2e-6,
+    )
+    projector_learning_rate: Auto | PositiveFloat = key(
+        "auto",
+        "Learning rate of the projector; auto: optimizer.learning_rate, but 2e-5 in full beside an adapter.",
+        1e-3,
+    )
+    freeze_language_model: bool = key(
+        False,
+        "Train nothing else, as in the first stage of LLaVA: a projector alone, from captions.",
+    )
 
 
 class RouterSection(Section):
@@ -752,6 +782,7 @@ class Recipe(Section):
     )
     adapter: Adapter = key(NoAdapter(), "Parameter-efficient fine-tuning.")
     quantize: Quantize = key(Quantize(), "Quantization of the frozen base weights.")
+    vision: VisionSection = key(VisionSection(), "Training of the parts that read pictures.")
     optimizer: OptimizerSection = key(
         OptimizerSection(), "The optimizer and its learning rate schedule."
     )

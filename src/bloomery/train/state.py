@@ -334,6 +334,8 @@ def refuse_pictures(plan: RunPlan) -> None:
         "parallel.context": train.context > 1,
         "parallel.stream": train.stream != "off",
         "train.compile": train.compile,
+        "vision.train": plan.vision.train != "none",
+        "adapter.vision": isinstance(plan.adapter, Lora) and plan.adapter.vision != "none",
     }
     for key, is_excluded in excluded.items():
         if is_excluded:

@@ -37,6 +37,7 @@ class TrainingMode:
     quantize_kind: str = "none"
     double_quant: bool = True
     ema: bool = False  # a second copy of the trainable parameters
+    freezes_model: bool = False  # what reads pictures is trained alone
 
     @property
     def saves_optimizer_memory(self) -> bool:
@@ -46,7 +47,7 @@ class TrainingMode:
     @property
     def frozen(self) -> bool:
         """Whether the base weights are frozen."""
-        return self.target_modules != ()
+        return self.freezes_model or self.target_modules != ()
 
 
 FULL = TrainingMode()
@@ -64,6 +65,7 @@ def mode_of(recipe: Recipe | RunPlan, config: ModelConfig) -> TrainingMode:
         quantize_kind=quantize.kind,
         double_quant=quantize.double_quant,
         ema=recipe.train.ema_decay is not None,
+        freezes_model=recipe.vision.freeze_language_model,
     )
     adapter = recipe.adapter
     if isinstance(adapter, Peft):
