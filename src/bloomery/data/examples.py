@@ -20,7 +20,7 @@ JSON_KINDS = {
     "str": "a text",
 }
 # First words of reasons whose subject is their place.
-_PREDICATES = ("is ", "has ", "holds ", "begins ", "ends ")
+_PREDICATES = ("is ", "has ", "holds ", "begins ", "ends ", "names ", "marks ")
 _CALL_SIGNS = ("tool_call", "functioncall", "function_call")  # calls in the text itself
 PICTURE = "\ufffc"  # Unicode's mark of an object inside a text: where a picture is in a content
 Role = Literal["system", "user", "assistant", "tool"]

@@ -13,7 +13,17 @@ from typing import Any
 from bloomery.core.errors import one_line
 
 # Lists of turns: OpenAI's, ShareGPT's, and other usual names.
-LISTS = ("messages", "conversations", "conversation", "dialogue", "dialog", "turns", "chat")
+# `texts`: of The Cauldron and FineVision.
+LISTS = (
+    "messages",
+    "conversations",
+    "conversation",
+    "dialogue",
+    "dialog",
+    "turns",
+    "chat",
+    "texts",
+)
 
 # The usual names of each role, in any case. The first one that a row has is read.
 COLUMN_NAMES: dict[str, tuple[str, ...]] = {
@@ -77,7 +87,20 @@ SAME_ROLE = {"prompt": "instruction", "completion": "output"}
 _SAME_ROLES = SAME_ROLE | {role: name for name, role in SAME_ROLE.items()}
 
 # Columns and keys of turns that hold pictures, or where they are.
-PICTURES = ("images", "image", "image_path", "image_url")
+PICTURES = (
+    "images",
+    "image",
+    "image_path",
+    "image_paths",
+    "image_url",
+    "image_urls",
+    "picture",
+    "pictures",
+    "img",
+)
+# Of `datasets`' folders of pictures: in a table beside them. Elsewhere a file may be of any kind.
+PICTURE_FILES = ("file_name", "file_names")
+PICTURE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 # Those of sound and video, and of pictures that a rejected response alone would see: no model trains on them here.
 UNREAD_MEDIA = ("videos", "video", "audios", "audio", "rejected_images")
 MEDIA = (*PICTURES, *UNREAD_MEDIA)
@@ -164,6 +187,7 @@ def known_columns() -> set[str]:
     return {
         *LISTS,
         *MEDIA,
+        *PICTURE_FILES,
         *COLUMN_NAMES,
         *SAME_ROLE,
         *(name for names in COLUMN_NAMES.values() for name in names),

@@ -5,11 +5,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from bloomery.core.units import counted
 from bloomery.data.examples import PICTURE, BadRow, Example, Message, Turns, pictures_of
 from bloomery.data.pictures.references import located, references_of
 from bloomery.data.sources.rows import Row
 from bloomery.data.sources.turns import parsed
-from bloomery.facts.columns import PICTURES, is_empty
+from bloomery.facts.columns import PICTURE_FILES, PICTURE_SUFFIXES, PICTURES, is_empty
 
 MARK = "<image>"  # in texts of LLaVA, LLaMA-Factory and ms-swift
 _PLACE = re.compile(f"{PICTURE}|{re.escape(MARK)}")
@@ -40,23 +41,46 @@ def with_pictures(example: Example, row: Row) -> Example:
         placed = _in_front(placed, len(references), row.where)
         num_open = len(references)
     if num_open != len(references):
-        raise BadRow(
-            row.where,
-            f"marks {num_open} places of pictures, and has {len(references)} pictures for them",
-            f"write one {MARK} or one image part for each picture of the column",
-        )
+        raise _unequal(num_open, len(references), column, row.where)
     remaining = iter(references)
     prompt, *responses = [_filled(side, remaining) for side in placed]
     return replace(example, prompt=prompt, responses=tuple(responses))
 
 
+def _unequal(num_places: int, num_pictures: int, column: str | None, where: str) -> BadRow:
+    places = counted(num_places, "places")
+    if column is None:
+        return BadRow(
+            where,
+            f"marks {places} of pictures, and names no picture",
+            'name it in the part: {"type": "image", "image": PATH}; or in a column: "images": [PATH]',
+        )
+    return BadRow(
+        where,
+        f"marks {places} of pictures, and has {counted(num_pictures, 'pictures')} in {column!r}",
+        f"write one {MARK} or one image part for each picture of the column",
+    )
+
+
 def picture_column(row: Row) -> str | None:
     """The column with the pictures of a row: that of data.columns, else one of a usual name that holds something."""
     named = row.named.get("images")
-    names = (named,) if named is not None else PICTURES
+    if named is not None:
+        return None if is_empty(row.cells.get(named)) else named
     columns = {str(column).lower(): str(column) for column in row.cells}
-    found = (columns.get(name.lower()) for name in names)
-    return next((name for name in found if name and not is_empty(row.cells[name])), None)
+    found = (columns.get(name) for name in PICTURES)
+    column = next((name for name in found if name and not is_empty(row.cells[name])), None)
+    if column is not None:
+        return column
+    return next((name for name in PICTURE_FILES if _names_files(row.cells.get(name))), None)
+
+
+def _names_files(value: object) -> bool:
+    """Whether a cell has names of pictures, by their suffixes."""
+    names = value if isinstance(value, list) else [value]
+    return bool(names) and all(
+        isinstance(name, str) and name.lower().endswith(PICTURE_SUFFIXES) for name in names
+    )
 
 
 def holds_pictures(example: Example) -> bool:

@@ -9,6 +9,7 @@ from bloomery.core.text import did_you_mean
 from bloomery.core.units import MIB, format_bytes
 from bloomery.data.examples import PICTURE, BadRow, Message, Role, kind_of, text_of
 from bloomery.data.pictures.references import (
+    PART_KEYS,
     PICTURE_PARTS,
     reference_in_part,
     references_of,
@@ -53,6 +54,7 @@ ROLES: dict[str, Role] = {
 }
 _PLAIN_TURNS = (({"role", "content"}, "content"), ({"from", "value"}, "value"))
 _TEXT_PARTS = ("text", "input_text", "output_text")  # the last two are of OpenAI's Responses API
+_FRAMES = ("video", "frames", "fps", "nframes")  # of a video that is a list of pictures
 _CALLING = ("function_call", "tool_call")  # ShareGPT: the whole turn is a call
 _SOUND = "sound and video are not supported"
 _LEAVE_OUT = "leave such rows out with data.on_error=skip"
@@ -114,7 +116,8 @@ def refuse_media(cells: Mapping[str, Any], where: str) -> None:
         None,
     )
     if media is not None:
-        fix = f"{_LEAVE_OUT}, or remove {media!r} to train on the text alone"
+        frames = "; frames of a video can be pictures: name them in 'images'" * ("video" in media)
+        fix = f"{_LEAVE_OUT}, or remove {media!r} to train on the text alone{frames}"
         raise BadRow(where, f"has {media!r}, and {_SOUND}", fix)
 
 
@@ -336,22 +339,56 @@ def _content(value: object, where: str, use: ColumnUse) -> tuple[str, tuple[str,
         location = f"{where}[{index}]"
         if not isinstance(part, str | dict):
             raise BadRow(location, f"is {kind_of(part)}, not a part with a type and a text")
-        if isinstance(part, dict) and part.get("type") in PICTURE_PARTS:
-            pictures.append(reference_in_part(part, location) or "")
-            texts.append(PICTURE)
-            continue
         if isinstance(part, dict):
-            if part.get("type", "text") not in _TEXT_PARTS or not isinstance(part.get("text"), str):
-                problem = f"is a part of type {str(part.get('type'))[:40]!r}, and only texts and pictures are supported"
-                raise BadRow(
-                    location, problem, "leave such conversations out, or set data.on_error=skip"
-                )
+            kind = _kind_of_part(part)
+            references = _references_in_part(part, kind, location)
+            if references is not None:
+                pictures += references
+                texts.append(PICTURE * len(references))
+                read_keys = {"type", "index", "detail", *PART_KEYS, *_FRAMES}
+            elif kind in _TEXT_PARTS and isinstance(part.get("text"), str):
+                read_keys = {"type", "text"}
+            else:
+                raise _refused_part(kind, location)
             for key, item in part.items():
-                if key not in ("type", "text") and not is_empty(item):
+                if key not in read_keys and not is_empty(item):
                     use.unread_turn_keys[f"content.{key}"] = None
+            if references is not None:
+                continue
             part = part["text"]
         texts.append(text_of(part, location))
     return "".join(texts), tuple(pictures)
+
+
+def _kind_of_part(part: Mapping[str, Any]) -> str:
+    """The type of a part; by its keys where it has none, as in Qwen's and Gemini's conversations."""
+    stated = part.get("type")
+    if stated is not None:
+        return str(stated)
+    if isinstance(part.get("text"), str):
+        return "text"
+    keys = ("image" if key in PART_KEYS else key for key in part if not is_empty(part[key]))
+    return next(keys, "None")
+
+
+def _references_in_part(part: Mapping[str, Any], kind: str, where: str) -> list[str] | None:
+    """Of a picture one reference, "" of a bare mark; of a video those of its frames, where it is a list of pictures;
+    None of other parts. Raises BadRow.
+    """
+    if kind in PICTURE_PARTS:
+        return [reference_in_part(part, where) or ""]
+    frames = part.get("video") or part.get("frames")
+    if kind == "video" and isinstance(frames, list) and frames:
+        return references_of(frames, f"{where}.video")
+    return None
+
+
+def _refused_part(kind: str, where: str) -> BadRow:
+    problem = f"is a part of type {kind[:40]!r}, and only texts and pictures are supported"
+    fix = "leave such conversations out, or set data.on_error=skip"
+    if "video" in kind:
+        fix = 'give its frames as pictures, {"video": [PATH, ...]}, or set data.on_error=skip'
+    return BadRow(where, problem, fix)
 
 
 def _calls(value: object, where: str, use: ColumnUse) -> tuple[dict[str, Any], ...]:
