@@ -109,7 +109,7 @@ def test_a_row_that_does_not_fit_is_dropped_and_never_cut(prepared):
         ([row({"type": "image", "image": "train.jsonl"}, TEXT)], "is none of JPEG"),
         ([row({"type": "image_url", "image_url": {"url": "https://a.b/c.png"}})], "on the network"),
         ([row({"type": "image", "image": "data:image/png;base64,!!"}, TEXT)], "base64"),
-        ([row({"type": "image"}, TEXT)], "marks 1 places of pictures, and has 0"),
+        ([row({"type": "image"}, TEXT)], "marks 1 place of pictures, and names no"),
         ([row(TEXT) | {"images": ["red.png", {"x": 1}]}], "object without bytes"),
         ([row(RED, {"type": "text", "text": "\ufffc"})], "U\\+FFFC"),
         ([row(RED, {"type": "text", "text": "<|image_pad|>"})], "2 times for 1 pictures"),
