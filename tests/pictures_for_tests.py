@@ -17,7 +17,9 @@ from tiny_processors import MARKS, save_processor
 RECIPE = """
 objective: {kind: OBJECTIVE}
 model: {from: base}
-data: {path: rows, sequence_length: 512, validation: VALIDATION, num_proc: 1, on_error: ON_ERROR}
+data:
+  {path: rows, sequence_length: 512, validation: VALIDATION, num_proc: 1, on_error: ON_ERROR,
+   chat: {train_on: TRAIN_ON}}
 """
 RED = {"type": "image", "image": "red.png"}
 BLUE = {"type": "image_url", "image_url": {"url": "blue.png"}}
@@ -69,16 +71,18 @@ def prepared_rows(
     validation: float = 0.0,
     weights: bool = False,
     objective: str = "sft",
+    train_on: str = "assistant",
+    blue: str = "blue",
 ) -> Path:
-    """The prepared dataset of rows about two pictures, for a model in `folder/base`."""
+    """The prepared dataset of rows about two pictures, for a model in `folder/base`. `blue`: the color of blue.png."""
     save_base(kind, folder / "base", weights=weights)
     (folder / "rows").mkdir(exist_ok=True)
-    for color in ("red", "blue"):
-        (folder / "rows" / f"{color}.png").write_bytes(png(color=color))
+    (folder / "rows" / "red.png").write_bytes(png(color="red"))
+    (folder / "rows" / "blue.png").write_bytes(png(color=blue))
     lines = "".join(json.dumps(each) + "\n" for each in rows)
     (folder / "rows" / "train.jsonl").write_text(lines)
     text = RECIPE.replace("ON_ERROR", on_error).replace("VALIDATION", str(validation))
-    text = text.replace("OBJECTIVE", objective)
+    text = text.replace("OBJECTIVE", objective).replace("TRAIN_ON", train_on)
     (folder / "recipe.yaml").write_text(text)
     prepared = folder / f"prepared-{on_error}"
     prepare(load_recipe(folder / "recipe.yaml"), prepared)

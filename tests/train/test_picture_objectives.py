@@ -1,5 +1,7 @@
 """Pictures beside what else a run can do: pairs, a quantized base, and ranks of which one has no picture."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,8 +15,8 @@ from bloomery.data.order import Cursor
 from bloomery.facts.pictures import vision_of
 from bloomery.model.configs import read_config
 from bloomery.model.io.stored import vision_tensors
-from bloomery.recipe.objectives import Preference, Sft
-from bloomery.recipe.schema import Lora, Quantize
+from bloomery.recipe.objectives import Kto, OrPo, Preference, Reward, Sft, SimPo
+from bloomery.recipe.schema import Lora, NoAdapter, Quantize
 from bloomery.train.state import build_state
 from pictures_for_tests import BLUE, RED, TEXT, prepared_rows, row
 from ranks import losses, on_ranks, train
@@ -33,14 +35,23 @@ PAIRS = [
     pair(RED, TEXT, chosen="red", rejected="something blue"),
     pair(TEXT, BLUE, chosen="blue", rejected="no color"),
 ]
+MARKED = [
+    {
+        "prompt": [{"role": "user", "content": [picture, TEXT]}],
+        "completion": [{"role": "assistant", "content": answer}],
+        "label": answer == "red",
+    }
+    for picture, answer in ((RED, "red"), (BLUE, "a green one"))
+]
 ROWS = [row(RED, TEXT), row(TEXT, answer="which?"), row(BLUE, TEXT, answer="blue")] * 6
 
 
-def plan_of(folder, prepared, *, objective, quantize=None, **sections):
+def plan_of(folder, prepared, *, objective, quantize=None, adapter=ADAPTER, **sections):
     base = folder / "base"
+    config = read_config(base)
     plan = tiny_plan(
         prepared,
-        config=read_config(base),
+        config=replace(config, head="values") if objective.spec.values else config,
         **{
             "model": {"source": base},
             "data": {"sequence_length": 256, "layout": "padded"},
@@ -48,7 +59,7 @@ def plan_of(folder, prepared, *, objective, quantize=None, **sections):
             **sections,
         },
     )
-    changes = {"adapter": ADAPTER, "objective": objective}
+    changes = {"adapter": adapter, "objective": objective}
     if quantize is not None:
         changes["quantize"] = Quantize(kind=quantize)
     return plan.model_copy(update=changes)
@@ -105,6 +116,50 @@ def test_dpo_has_the_loss_of_the_whole_model_of_transformers(kind, tmp_path):
     expected = -F.logsigmoid(BETA * margins).mean()
     assert abs(expected.item() - 0.6931472) > 1e-3
     assert run.losses()[2] == pytest.approx(expected.item(), abs=1e-5)
+
+
+IN_FULL = [
+    (Preference(kind="ipo", beta=BETA), PAIRS),
+    (SimPo(kind="simpo"), PAIRS),
+    (OrPo(kind="orpo"), PAIRS),
+    (Reward(kind="reward"), PAIRS),
+    (Kto(kind="kto"), MARKED),
+    (Sft(kind="sft"), [ROWS[0], ROWS[2]]),
+]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    ("objective", "rows"), IN_FULL, ids=[objective.kind for objective, _ in IN_FULL]
+)
+def test_pictures_matter_and_are_alone_as_together(objective, rows, tmp_path):
+    """In full, and in the second step: before the first, a model is its own reference."""
+
+    def second_loss(name, *, together, color="blue"):
+        folder = tmp_path / name
+        folder.mkdir()
+        prepared = prepared_rows(
+            folder, rows, kind="qwen3_vl", weights=True, objective=objective.kind, blue=color
+        )
+        size = 2 if together else 1
+        plan = plan_of(
+            folder,
+            prepared,
+            objective=objective,
+            adapter=ADAPTER if objective.spec.values else NoAdapter(),
+            train={
+                "steps": 2,
+                "micro_batch_size": size,
+                "accumulation": 2 // size,
+                "tokens_per_step": 512,
+            },
+            eval={"every_steps": None},
+        )
+        return Run(plan, folder / "run").losses()[2]
+
+    together = second_loss("together", together=True)
+    assert second_loss("alone", together=False) == pytest.approx(together, abs=2e-6)
+    assert abs(second_loss("green", together=True, color="green") - together) > 2e-5
 
 
 def test_a_quantized_base_has_the_tower_as_published(tmp_path):

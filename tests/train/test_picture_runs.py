@@ -12,7 +12,7 @@ from bloomery.core.errors import UserError
 from bloomery.data.loader import Loader
 from bloomery.data.order import Cursor
 from bloomery.model.configs import read_config
-from bloomery.recipe.objectives import Preference
+from bloomery.recipe.objectives import Reward
 from bloomery.recipe.schema import Lora, NoAdapter
 from bloomery.train.state import refuse_pictures
 from pictures_for_tests import BLUE, RED, TEXT, prepared_rows, row
@@ -83,7 +83,7 @@ def test_a_run_learns_what_it_sees_and_nothing_where_all_look_alike(tmp_path, ro
     [
         ("train", {"compile": True}, "train.compile"),
         ("train", {"stream": "layers"}, "parallel.stream"),
-        ("", {"objective": Preference(kind="dpo", beta=0.5)}, "dpo without an adapter"),
+        ("", {"objective": Reward(kind="reward")}, "reward without an adapter"),
     ],
 )
 def test_what_pictures_exclude_is_refused(section, changes, named, tmp_path):

@@ -325,10 +325,11 @@ def refuse_pictures(plan: RunPlan) -> None:
     """Raises UserError for a plan whose pictures would not reach every forward."""
     train = plan.train
     kind = plan.objective.spec.kind
-    reads_reference = plan.objective.spec.reference and isinstance(plan.adapter, NoAdapter)
+    # A checkpoint of the whole model has no place for the head of a reward model.
+    gives_values = plan.objective.spec.values and isinstance(plan.adapter, NoAdapter)
     excluded = {
         f"objective.kind={kind}": plan.objective.spec.source == "rollouts" or kind == "distill",
-        f"objective.kind={kind} without an adapter": reads_reference,
+        f"objective.kind={kind} without an adapter": gives_values,
         "parallel.pipeline": train.pipeline > 1,
         "parallel.shard": train.shard > 1,
         "parallel.context": train.context > 1,
