@@ -51,6 +51,8 @@ def save_base(kind: str, folder: Path, *, weights: bool = False) -> None:
     for key in ("image_token_id", "image_token_index"):
         if key in settings:
             settings[key] = tokenizer.id_of(MARKS[processor][0])
+    if kind == "qwen2_5_vl":
+        settings["vision_config"] |= {"patch_size": 16, "window_size": 64}  # the processor's
     settings["text_config"]["vocab_size"] = tokenizer.vocab_size
     settings["text_config"]["max_position_embeddings"] = 512
     config = AutoConfig.for_model(kind, **settings)
@@ -59,7 +61,13 @@ def save_base(kind: str, folder: Path, *, weights: bool = False) -> None:
         return
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+        model = AutoModelForImageTextToText.from_config(config)
+        for parameter in model.parameters():
+            if (
+                parameter.ndim > 1 and not parameter.any()
+            ):  # Gemma 3's projector: nothing would be seen
+                torch.nn.init.normal_(parameter, std=0.1)
+        model.save_pretrained(folder)
 
 
 def prepared_rows(

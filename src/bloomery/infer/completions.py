@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from bloomery.core.device import sent
+from bloomery.data.pictures.prompts import PicturePrompt
 from bloomery.infer.decode import RunningBatch, RunningText, TextUpdate
 from bloomery.infer.past import Past
 from bloomery.infer.sampling import Sampling, sample_each_row
@@ -58,7 +59,7 @@ class _Prefixes:
 @torch.no_grad()
 def sample_completions(
     decoder: Decoder,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[list[int]],
     num_generations: int,
     sampling: Sampling,
     uniforms: Uniforms,
@@ -115,7 +116,7 @@ def sample_completions(
             num_free = past.slots - len(batch.texts)
             new_completions = completions[num_begun : min(num_begun + num_free, num_ready)]
             new_texts = [
-                RunningText(list(prompts[completion.prompt]), sampling, sampling.max_new_tokens, [])
+                RunningText(prompts[completion.prompt], sampling, sampling.max_new_tokens, [])
                 for completion in new_completions
             ]
             completion_of.update(zip(new_texts, new_completions, strict=True))
@@ -133,12 +134,16 @@ def sample_completions(
     return completions
 
 
-def _read(decoder: Decoder, prompts: Sequence[Sequence[int]], first: int) -> _Prefixes:
-    """The prompts from `first` on, as many as are read at once.
+def _read(decoder: Decoder, prompts: Sequence[list[int]], first: int) -> _Prefixes:
+    """The prompts from `first` on, as many as are read at once. One with pictures is read alone.
 
     Of several lengths only where no window drops tokens of them; with PyTorch, also not where a layer without attention
     would have their padding in its state.
     """
+    if isinstance(prompts[first], PicturePrompt):
+        past = Past(decoder, capacity=len(prompts[first]))
+        logits_1V = past.read([past.reuse(prompts[first], len(prompts[first]))])
+        return _Prefixes(range(first, first + 1), past.cache, logits_1V)
     step = decoder.step
     empty_cache = Cache(decoder.config, max(map(len, prompts)))
     window = empty_cache.keeps_all if step is None else empty_cache.shortest_window
@@ -146,6 +151,8 @@ def _read(decoder: Decoder, prompts: Sequence[Sequence[int]], first: int) -> _Pr
     end = first + 1
     while end < len(prompts):
         next_longest = max(longest, len(prompts[end]))
+        if isinstance(prompts[end], PicturePrompt):
+            break
         is_padded = not longest == next_longest == len(prompts[end])
         if is_padded and next_longest > window:
             break

@@ -175,7 +175,7 @@ class RunningBatch:
         elif past.slots > 1:
             past.ids[slot] = []
         text = RunningText(
-            prompt=list(prompt),
+            prompt=prompt if isinstance(prompt, list) else list(prompt),
             sampling=sampling,
             max_new_tokens=max_new_tokens,
             unread=past.reuse(prompt, len(prompt) + max_new_tokens, slot, adapter),
@@ -260,7 +260,8 @@ class RunningBatch:
         # of it.
         if waiting is not None:
             slot = self.texts.index(waiting)
-            piece_tokens = waiting.unread[: self.piece]
+            count = len(waiting.unread) if self.piece is None else self.piece
+            piece_tokens = waiting.unread[: self.past.whole_piece(slot, count)]
             waiting.unread = waiting.unread[len(piece_tokens) :]
             logits = self.past.read([piece_tokens], slot)
             if not waiting.unread:
@@ -286,7 +287,6 @@ class RunningBatch:
     def _short_prompts(self) -> list[list[int]]:
         """The tokens of each slot for a step that reads short prompts with the other texts; none where it cannot."""
         # Every running text has its token; prompts share the other tokens of a compiled step.
-        step = self.past.decoder.step
         num_free = STEP_TOKENS - sum(bool(text.new) for text in self.texts)
         num_prompts = 0
         slot_tokens = list[list[int]]()
@@ -299,7 +299,7 @@ class RunningBatch:
                 num_prompts += bool(text.unread)
             else:
                 slot_tokens.append([])
-        if step is None or num_prompts == 0 or not step.takes(slot_tokens, 0, self.past.cache):
+        if num_prompts == 0 or not self.past.can_step(slot_tokens, 0):
             return []
         return slot_tokens
 

@@ -164,19 +164,23 @@ def seen_pictures(model: Decoder, batch: Batch) -> SeenPictures | None:
     vision = model.vision
     assert vision is not None, "a run with pictures has a tower"
     features = vision(batch.pictures.inputs)
-    num_made, num_marked = len(features.features_ND), len(batch.pictures.places)
-    if num_made != num_marked:
-        raise UserError(
-            f"the tower makes {num_made} tokens of pictures for which the text has {num_marked}",
-            where="data.prepared",
-            fix="prepare the dataset again, with the processor of this very model",
-        )
+    refuse_other_number(len(features.features_ND), len(batch.pictures.places), "data.prepared")
     return SeenPictures(
         batch.pictures.places,
         features.features_ND,
         features.deep_features,
         both_ways=vision.vision.both_ways,
     )
+
+
+def refuse_other_number(num_made: int, num_marked: int, where: str) -> None:
+    """Raises UserError where the tower makes another number of tokens of pictures than the text has for them."""
+    if num_made != num_marked:
+        raise UserError(
+            f"the tower makes {num_made} tokens of pictures for which the text has {num_marked}",
+            where=where,
+            fix="take the processor of this very model, and prepare the dataset again",
+        )
 
 
 def has_dropout(model: Decoder) -> bool:

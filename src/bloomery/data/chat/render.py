@@ -309,38 +309,65 @@ class Renderer:
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """The prompt for the next assistant turn as ids. A control token that a message spells out stays text.
-        `variables`: what the template gets besides messages and tools, such as `enable_thinking`.
+        `variables`: what the template gets besides messages and tools, such as `enable_thinking`. A message may have
+        pictures where the renderer was given an encoder of them: the ids are then a `PicturePrompt`.
 
-        Raises UserError when the template refuses the messages.
+        Raises UserError when the template refuses the messages, and for pictures as `PictureEncoder.encode` does.
         """
+        messages = tuple(messages)
+        references = pictures_of(messages)
+        if references and self._pictures is None:
+            raise UserError(
+                "the conversation has pictures, and the model reads text alone",
+                fix="choose a vision-language model, or remove the pictures",
+            )
         turns = [as_turn(message) for message in messages]
         markup = self._tokenizer.markup
-        if not markup.occurs([turns, tools]):
-            text = self._rendered(turns, tools, prompt=True, variables=variables)
-            return self._tokenizer.encode_rendered(text)
-        (broken_turns, broken_tools), mark = markup.broken([turns, tools])
-        text = self._rendered(broken_turns, tuple(broken_tools), prompt=True, variables=variables)
-        return markup.encode(text, mark)
+        mark = None
+        if markup.occurs([turns, tools]):
+            (turns, broken_tools), mark = markup.broken([turns, tools])
+            tools = tuple(broken_tools)
+        answer = self._answered(
+            turns, tools, prompt=True, variables=variables, takes_parts=bool(references)
+        )
+        if references:
+            self._add_pictures(answer, references, "the conversation")
+            self._refuse_error(answer, with_tools=bool(tools))
+        text: str = answer["text"]
+        encode = self._tokenizer.encode_rendered
+        ids = encode(text) if mark is None else markup.encode(text, mark)
+        if self._pictures is None or not references:
+            return ids
+        return self._pictures.prompt(ids, answer["contents"])
 
     def rendered(self, messages: Iterable[Message], tools: tuple[Json, ...] = ()) -> str:
         """The text of a conversation. Raises UserError."""
-        return self._rendered([as_turn(message) for message in messages], tools, prompt=False)
+        turns = [as_turn(message) for message in messages]
+        text: str = self._answered(turns, tools, prompt=False)["text"]
+        return text
 
-    def _rendered(
+    def _answered(
         self,
         turns: list[Json],
         tools: tuple[Json, ...],
         *,
         prompt: bool,
         variables: Mapping[str, Any] | None = None,
-    ) -> str:
+        takes_parts: bool = False,
+    ) -> Json:
         job: Json = {"messages": turns, "tools": list(tools), "train_on": None, "prompt": prompt}
         job["variables"] = dict(variables or {})
+        job["takes_parts"] = takes_parts
         answer = self._process(bool(tools)).read([job])[0]
+        self._refuse_error(answer, with_tools=bool(tools))
+        return answer
+
+    def _refuse_error(self, answer: Json, *, with_tools: bool) -> None:
+        if "bad_row" in answer:  # of a picture
+            fix = "send another picture, or the same one in another format"
+            raise UserError(f"the conversation {answer['error']}", where="messages", fix=fix)
         if "error" in answer:
-            raise self._process(bool(tools)).error(answer["error"])
-        text: str = answer["text"]
-        return text
+            raise self._process(with_tools).error(answer["error"])
 
     def _encode_texts(self, example: Example) -> EncodedExample:
         """Prompt and response as one text, as in TRL: ids equal to those of the prompt are masked; EOS is trained on.
@@ -601,10 +628,12 @@ class ChatFormat:
 
 
 @contextmanager
-def chat_format(tokenizer: Tokenizer, template: str | None) -> Iterator[ChatFormat]:
+def chat_format(
+    tokenizer: Tokenizer, template: str | None, pictures: PictureEncoder | None = None
+) -> Iterator[ChatFormat]:
     """The format of the named template or the tokenizer's own; without one the model continues a text.
 
-    Raises UserError.
+    `pictures`: of a model that sees them; it is closed at the end. Raises UserError.
     """
     if template is None and not own_templates(tokenizer.config):
         description = (
@@ -612,7 +641,9 @@ def chat_format(tokenizer: Tokenizer, template: str | None) -> Iterator[ChatForm
         )
         yield ChatFormat(continuation(tokenizer), (), (), description)
         return
-    with Renderer(tokenizer, template=template, train_on="assistant") as renderer:
+    with Renderer(
+        tokenizer, template=template, train_on="assistant", pictures=pictures
+    ) as renderer:
         stop_ids = _stop_ids(renderer, tokenizer)
         yield ChatFormat(
             encode=renderer.prompt,

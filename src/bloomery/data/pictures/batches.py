@@ -15,6 +15,7 @@ from torch import Tensor
 
 from bloomery.data.pictures.encoder import saved_vision
 from bloomery.data.pictures.processor import PictureProcessor
+from bloomery.facts.pictures import Vision
 
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -42,7 +43,7 @@ class PictureLoader:
         source = saved_vision(prepared)
         assert source is not None, "a dataset with pictures says for which model"
         self._vision = source.vision
-        self._merged = json.loads(source.raw_config)["vision_config"].get("spatial_merge_size", 2)
+        self._merged = merged_side(source.vision)
         self._processor = PictureProcessor(prepared, source.vision)
 
     def pictures_of(self, contents: Sequence[bytes], tokens_BT: Tensor) -> Pictures | None:
@@ -68,8 +69,28 @@ class PictureLoader:
         return torch.from_numpy(np.stack(rows, axis=1))
 
     def _grids(self, pictures: Pictures) -> Iterator[tuple[int, int]]:
-        for _, rows, columns in pictures.inputs["image_grid_thw"].tolist():
-            yield rows // self._merged, columns // self._merged
+        for number in range(len(pictures.inputs["image_grid_thw"])):
+            yield grid_of(pictures.inputs, number, self._merged)
+
+
+def merged_side(vision: Vision) -> int:
+    """Patches along the side of the square that becomes one token, in models with positions in three axes."""
+    side: int = json.loads(vision.raw_config)["vision_config"].get("spatial_merge_size", 2)
+    return side
+
+
+def grid_of(inputs: Mapping[str, Tensor], number: int, merged: int) -> tuple[int, int]:
+    """Rows and columns of the tokens of one picture among those that were processed together."""
+    _, rows, columns = inputs["image_grid_thw"][number].tolist()
+    return rows // merged, columns // merged
+
+
+def prompt_axes(ids: Sequence[int], grids: Iterable[tuple[int, int]], picture: int) -> Tensor:
+    """int64 [3, T], the positions of a single text."""
+    documents = np.zeros(len(ids), np.int64)
+    return torch.from_numpy(
+        axis_positions(np.array(ids, np.int64), documents, grids, picture=picture)
+    )
 
 
 def axis_positions(

@@ -16,6 +16,7 @@ from bloomery.data.pictures.processor import (
     PictureProcessor,
     size_of,
 )
+from bloomery.data.pictures.prompts import PromptMaker
 from bloomery.data.pictures.reader import PictureReader
 from bloomery.facts.pictures import Vision, vision_of
 from bloomery.hub import cached_model
@@ -106,6 +107,7 @@ class PictureEncoder:
         self._source = source
         self._reader = PictureReader()
         self._processor: PictureProcessor | None = None  # its import takes seconds
+        self._prompts: PromptMaker | None = None
 
     @property
     def mark(self) -> str:
@@ -130,6 +132,12 @@ class PictureEncoder:
             EncodedPicture(picture.content, text)
             for picture, text in zip(pictures, texts, strict=True)
         ]
+
+    def prompt(self, ids: Sequence[int], contents: Sequence[bytes]) -> list[int]:
+        """The ids with what the tower is given of pictures, as `encode` returned them. Raises UserError."""
+        if self._prompts is None:
+            self._prompts = PromptMaker(Path(self._source.folder), self._source.vision)
+        return self._prompts.prompt(ids, contents)
 
     def close(self) -> None:
         self._reader.close()

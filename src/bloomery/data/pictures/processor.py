@@ -24,18 +24,23 @@ Json = Mapping[str, Any]
 
 
 class Processed(NamedTuple):
-    """`inputs`: tensors by the names that transformers' model takes. `texts`: what stands for each picture."""
+    """`inputs`: tensors by the names that transformers' model takes. `texts`: what stands for each picture, in which
+    `num_tokens` are those that the tower's output replaces.
+    """
 
     inputs: "dict[str, Tensor]"
     texts: list[str]
+    num_tokens: list[int]
 
 
 class PictureText(NamedTuple):
-    """`mark`: what a chat template writes for a picture. `text_of`: what takes its place, of the config.json, of what
-    the image processor made of all pictures, and of the number of one.
+    """`mark`: what a chat template writes for a picture. `token`: the one that the tower's output replaces. `text_of`:
+    what takes the place of the mark, of the config.json, of what the image processor made of all pictures, and of the
+    number of one.
     """
 
     mark: str
+    token: str
     text_of: Callable[[Json, Json, int], str]
     settings: Json = MappingProxyType({})  # of the image processor
 
@@ -100,14 +105,14 @@ def _flat(nested: Sequence[Any]) -> list[int]:
 
 TEXTS: Mapping[str, PictureText] = MappingProxyType(
     {
-        "gemma3": PictureText("<start_of_image>", _gemma3),
-        "gemma4": PictureText("<|image|>", _gemma4),
-        "internvl": PictureText("<IMG_CONTEXT>", _internvl),
-        "mistral3": PictureText("[IMG]", _mistral3),
-        "qwen2_5_vl": PictureText("<|image_pad|>", _qwen),
-        "qwen3_5": PictureText("<|image_pad|>", _qwen),
-        "qwen3_vl": PictureText("<|image_pad|>", _qwen),
-        "smolvlm": PictureText("<image>", _smolvlm, {"return_row_col_info": True}),
+        "gemma3": PictureText("<start_of_image>", "<image_soft_token>", _gemma3),
+        "gemma4": PictureText("<|image|>", "<|image|>", _gemma4),
+        "internvl": PictureText("<IMG_CONTEXT>", "<IMG_CONTEXT>", _internvl),
+        "mistral3": PictureText("[IMG]", "[IMG]", _mistral3),
+        "qwen2_5_vl": PictureText("<|image_pad|>", "<|image_pad|>", _qwen),
+        "qwen3_5": PictureText("<|image_pad|>", "<|image_pad|>", _qwen),
+        "qwen3_vl": PictureText("<|image_pad|>", "<|image_pad|>", _qwen),
+        "smolvlm": PictureText("<image>", "<image>", _smolvlm, {"return_row_col_info": True}),
     }
 )
 
@@ -142,7 +147,7 @@ class PictureProcessor:
         made = self._images(pictures, return_tensors="pt", **self._text.settings)
         texts = [self._text.text_of(self._config, made, index) for index in range(len(pictures))]
         inputs = {name: value for name, value in made.items() if isinstance(value, Tensor)}
-        return Processed(inputs, texts)
+        return Processed(inputs, texts, [text.count(self._text.token) for text in texts])
 
 
 def size_of(content: bytes) -> tuple[int, int]:

@@ -213,7 +213,8 @@ def _seen(q_BHTE: Tensor, k_BKSE: Tensor, layout: DocumentLayout, window: int | 
     if pictures_BT is None:
         return seen
     same_BTT = (pictures_BT[:, None] == pictures_BT[..., None]) & (pictures_BT >= 0)[:, None]
-    return seen | same_BTT[:, None]
+    num_old = k_BKSE.shape[2] - q_BHTE.shape[2]  # keys of a cache: a picture is read as a whole
+    return seen | F.pad(same_BTT, (num_old, 0))[:, None]
 
 
 def _sdpa(
