@@ -41,7 +41,7 @@ def row(*parts: dict, answer: str = "red") -> dict:
     }
 
 
-def save_base(kind: str, folder: Path, *, weights: bool = False) -> None:
+def save_base(kind: str, folder: Path, *, weights: bool = False, seed: int = 0) -> None:
     """The config, the tokenizer and the processor of a tiny model, and its weights where asked for."""
     folder.mkdir(exist_ok=True)
     processor = "qwen" if kind.startswith("qwen") else kind
@@ -60,7 +60,7 @@ def save_base(kind: str, folder: Path, *, weights: bool = False) -> None:
         config.save_pretrained(folder)
         return
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config)
         for parameter in model.parameters():
             if (

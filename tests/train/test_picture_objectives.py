@@ -1,5 +1,6 @@
 """Pictures beside what else a run can do: pairs, a quantized base, and ranks of which one has no picture."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -10,15 +11,18 @@ from plans_for_tests import tiny_plan
 from runs_of_the_loop import Run
 from transformers import AutoModelForImageTextToText
 
+from bloomery.core.errors import UserError
 from bloomery.data.loader import Loader
 from bloomery.data.order import Cursor
+from bloomery.data.pictures.encoder import saved_vision
 from bloomery.facts.pictures import vision_of
 from bloomery.model.configs import read_config
 from bloomery.model.io.stored import vision_tensors
-from bloomery.recipe.objectives import Kto, OrPo, Preference, Reward, Sft, SimPo
+from bloomery.recipe.objectives import Distill, Kto, OrPo, Preference, Reward, Sft, SimPo
 from bloomery.recipe.schema import Lora, NoAdapter, Quantize
+from bloomery.train.objectives.distillation import teacher_vision
 from bloomery.train.state import build_state
-from pictures_for_tests import BLUE, RED, TEXT, prepared_rows, row
+from pictures_for_tests import BLUE, RED, TEXT, prepared_rows, row, save_base
 from ranks import losses, on_ranks, train
 
 ADAPTER = Lora(kind="lora", rank=8, alpha=16.0, target_modules=["q_proj", "down_proj"])
@@ -126,6 +130,68 @@ IN_FULL = [
     (Kto(kind="kto"), MARKED),
     (Sft(kind="sft"), [ROWS[0], ROWS[2]]),
 ]
+
+
+def whole_logits(folder, batch):
+    """Of transformers' model in the folder, for rows of one document each."""
+    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
+    token = vision_of(model.config.to_dict()).image_token_id
+    name = "token_type_ids" if model.config.model_type == "gemma3" else "mm_token_type_ids"
+    inputs = {key: value for key, value in batch.pictures.inputs.items() if key != "num_crops"}
+    mask = (batch.documents >= 0).long()
+    types = {name: (batch.tokens == token).long()}
+    with torch.no_grad():
+        return model(input_ids=batch.tokens, attention_mask=mask, **inputs, **types).logits
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl"])
+def test_a_teacher_sees_the_pictures_with_its_own_tower(kind, tmp_path):
+    prepared = prepared_rows(tmp_path, ROWS[:3], kind=kind, weights=True)
+    teacher = tmp_path / "teacher"
+    save_base(kind, teacher, weights=True, seed=1)
+    plan = plan_of(
+        tmp_path,
+        prepared,
+        objective=Distill(kind="distill", teacher=str(teacher), temperature=2.0, kd_ratio=1.0),
+        train={"steps": 1, "micro_batch_size": 3, "accumulation": 1, "tokens_per_step": 768},
+        eval={"every_steps": None},
+    )
+    loss = Run(plan, tmp_path / "run").losses()[1]
+
+    loader = Loader(prepared, sequence_length=256, layout="padded", seed=plan.train.seed)
+    batch = loader.batch(Cursor(plan.train.seed, 0), 3)
+    student, taught = (
+        F.log_softmax(whole_logits(folder, batch)[batch.loss_mask > 0] / 2.0, -1)
+        for folder in (tmp_path / "base", teacher)
+    )
+    divergence = F.kl_div(student, taught, log_target=True, reduction="batchmean")
+    assert divergence > 1e-3
+    assert loss == pytest.approx(4.0 * divergence.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("smolvlm", "in another way than the model"), (None, "the teacher reads text alone")],
+)
+def test_a_teacher_that_sees_no_such_pictures_is_refused(kind, message, tmp_path):
+    prepared = prepared_rows(tmp_path, ROWS[:3], kind="qwen3_vl")
+    source = saved_vision(prepared)
+    save_base(kind or "qwen3_vl", tmp_path / "teacher")
+    if kind is None:
+        config = tmp_path / "teacher" / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text())["text_config"]))
+    with pytest.raises(UserError, match=message):
+        teacher_vision(tmp_path / "teacher", source)
+
+
+def test_a_teacher_whose_processor_scales_otherwise_is_refused(tmp_path):
+    prepared = prepared_rows(tmp_path, ROWS[:3], kind="gemma3")
+    file = tmp_path / "base" / "preprocessor_config.json"
+    settings = json.loads(file.read_text())
+    assert teacher_vision(tmp_path / "base", saved_vision(prepared)).kind == "gemma3"
+    file.write_text(json.dumps(settings | {"image_mean": [0.1, 0.2, 0.3]}))
+    with pytest.raises(UserError, match="in another way than the model"):
+        teacher_vision(tmp_path / "base", saved_vision(prepared))
 
 
 @pytest.mark.sampled(3)

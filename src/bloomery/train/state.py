@@ -328,7 +328,7 @@ def refuse_pictures(plan: RunPlan) -> None:
     # A checkpoint of the whole model has no place for the head of a reward model.
     gives_values = plan.objective.spec.values and isinstance(plan.adapter, NoAdapter)
     excluded = {
-        f"objective.kind={kind}": plan.objective.spec.source == "rollouts" or kind == "distill",
+        f"objective.kind={kind}": plan.objective.spec.source == "rollouts",
         f"objective.kind={kind} without an adapter": gives_values,
         "parallel.pipeline": train.pipeline > 1,
         "parallel.shard": train.shard > 1,

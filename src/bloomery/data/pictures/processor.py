@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 
 # What an image processor is read from.
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+# Settings of image processors that two towers must share to read the same numbers.
+SCALING = (
+    *("do_normalize", "image_mean", "image_std", "do_rescale", "rescale_factor"),
+    *("patch_size", "merge_size", "temporal_patch_size"),
+)
 Json = Mapping[str, Any]
 
 
@@ -137,6 +142,12 @@ class PictureProcessor:
     def mark(self) -> str:
         """What a chat template writes for a picture."""
         return self._text.mark
+
+    @property
+    def scaling(self) -> Json:
+        """What makes numbers of the same picture, as large, differ between two processors."""
+        settings = self._images.to_dict()
+        return {name: settings.get(name) for name in SCALING}
 
     def process(self, contents: Sequence[bytes]) -> Processed:
         """Of pictures as `reader` leaves them, at least one."""
