@@ -1,5 +1,6 @@
 """Tiny tokenizers, templates and image processors by kind of multimodal model."""
 
+import json
 from pathlib import Path
 
 import transformers
@@ -14,6 +15,7 @@ MARKS = {
     "mistral3": ("[IMG]", "", "", ("[IMG_BREAK]", "[IMG_END]")),
     "internvl": ("<IMG_CONTEXT>", "", "", ("<img>", "</img>", "<video>")),
     "gemma4": ("<|image|>", "", "", ("<|image>", "<image|>", "<|video|>")),
+    "lfm2_vl": ("<image>", "", "", ("<|image_start|>", "<|image_end|>", "<|img_thumbnail|>")),
 }
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = (
@@ -29,8 +31,9 @@ def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
     """One id for each byte, then the special tokens; the picture's is `vocab_size - 1`."""
     picture, before, after, others = MARKS[kind]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    rows = tuple(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4))
-    special = [*SPECIAL, *others, *(rows if kind == "smolvlm" else ())]
+    tile = {"smolvlm": "<row_{}_col_{}>", "lfm2_vl": "<|img_row_{}_col_{}|>"}.get(kind)
+    tiles = [(row, column) for row in range(1, 4) for column in range(1, 4)]
+    special = [*SPECIAL, *others, *(tile.format(*place) for place in tiles if tile)]
     special += [name for name in (before, after) if name]
     special = [*dict.fromkeys(special), picture]
     backend = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(alphabet)}, merges=[]))
@@ -65,7 +68,17 @@ def save_processor(kind: str, folder: Path) -> None:
     IMAGES[kind]().save_pretrained(folder)
 
 
+class Lfm2Images:
+    """The file alone: without torchvision, transformers' own image processor cannot be made."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        settings = {"image_processor_type": "Lfm2VlImageProcessor", "tile_size": 64}
+        settings |= {"min_image_tokens": 1, "max_image_tokens": 4, "max_tiles": 4}
+        (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+
+
 IMAGES = {
+    "lfm2_vl": Lfm2Images,
     "qwen": lambda: transformers.Qwen2VLImageProcessorPil(
         patch_size=16, merge_size=2, temporal_patch_size=2, min_pixels=1024, max_pixels=8192
     ),

@@ -28,7 +28,7 @@ def plan_of(folder, prepared, **sections):
     return plan.model_copy(update={"adapter": ADAPTER})
 
 
-@pytest.mark.parametrize("kind", ["smolvlm", "qwen3_vl", "gemma3"])
+@pytest.mark.parametrize("kind", ["smolvlm", "qwen3_vl", "gemma3", "lfm2_vl"])
 def test_a_run_resumes_to_the_same_bits_and_begins_with_the_loss_of_transformers(kind, tmp_path):
     prepared = prepared_rows(tmp_path, ROWS, kind=kind, weights=True)
     plan = plan_of(
@@ -46,7 +46,9 @@ def test_a_run_resumes_to_the_same_bits_and_begins_with_the_loss_of_transformers
     ).eval()
     picture = json.loads((tmp_path / "base" / "config.json").read_text())
     token = picture.get("image_token_id", picture.get("image_token_index"))
-    kinds = {"smolvlm": "", "gemma3": "token_type_ids"}.get(kind, "mm_token_type_ids")
+    kinds = {"smolvlm": "", "lfm2_vl": "", "gemma3": "token_type_ids"}.get(
+        kind, "mm_token_type_ids"
+    )
     given = {kinds: (batch.tokens == token).long()} if kinds else {}
     inputs = {name: value for name, value in batch.pictures.inputs.items() if name != "num_crops"}
     logits = theirs(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from bloomery.core.errors import UserError
 from bloomery.core.extras import install_extra
+from bloomery.data.pictures.lfm2 import Lfm2Images
 from bloomery.facts.pictures import Vision
 
 if TYPE_CHECKING:
@@ -104,6 +105,10 @@ def _internvl(config: Json, made: Json, index: int) -> str:
     return f"<img>{'<IMG_CONTEXT>' * count}</img>"
 
 
+def _lfm2_vl(_config: Json, made: Json, index: int) -> str:
+    return str(made["texts"][index])
+
+
 def _flat(nested: Sequence[Any]) -> list[int]:
     return [int(number) for numbers in nested for number in numbers]
 
@@ -113,6 +118,7 @@ TEXTS: Mapping[str, PictureText] = MappingProxyType(
         "gemma3": PictureText("<start_of_image>", "<image_soft_token>", _gemma3),
         "gemma4": PictureText("<|image|>", "<|image|>", _gemma4),
         "internvl": PictureText("<IMG_CONTEXT>", "<IMG_CONTEXT>", _internvl),
+        "lfm2_vl": PictureText("<image>", "<image>", _lfm2_vl),
         "mistral3": PictureText("[IMG]", "[IMG]", _mistral3),
         "qwen2_5_vl": PictureText("<|image_pad|>", "<|image_pad|>", _qwen),
         "qwen3_5": PictureText("<|image_pad|>", "<|image_pad|>", _qwen),
@@ -128,15 +134,9 @@ class PictureProcessor:
 
     def __init__(self, folder: Path, vision: Vision) -> None:
         """Raises UserError without one, and where it needs a package that is not here."""
-        if vision.kind not in TEXTS:
-            raise UserError(
-                f"pictures of {vision.kind} models are not supported: their image processor needs torchvision",
-                where=str(folder),
-                fix=f"choose a model of these kinds: {', '.join(TEXTS)}; or train it on text alone",
-            )
         self._config: Json = json.loads(vision.raw_config)
         self._text = TEXTS[vision.kind]
-        self._images = _image_processor(folder)
+        self._images = _image_processor(folder, vision.kind)
 
     @property
     def mark(self) -> str:
@@ -170,13 +170,7 @@ def size_of(content: bytes) -> tuple[int, int]:
     return int(width), int(height)
 
 
-def _image_processor(folder: Path) -> Any:
-    try:
-        from transformers import AutoImageProcessor
-    except ImportError as error:
-        raise UserError(
-            "transformers, which has the image processor, is not installed", fix=install_extra("hf")
-        ) from error
+def _image_processor(folder: Path, kind: str) -> Any:
     files = " or ".join(PROCESSOR_FILES)
     if not any((folder / name).is_file() for name in PROCESSOR_FILES):
         raise UserError(
@@ -184,6 +178,14 @@ def _image_processor(folder: Path) -> Any:
             where=str(folder),
             fix=f"put {files} there, as published with the model",
         )
+    if kind == "lfm2_vl":
+        return Lfm2Images(folder)
+    try:
+        from transformers import AutoImageProcessor
+    except ImportError as error:
+        raise UserError(
+            "transformers, which has the image processor, is not installed", fix=install_extra("hf")
+        ) from error
     try:
         processor: Any = AutoImageProcessor
         return processor.from_pretrained(
