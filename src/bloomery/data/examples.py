@@ -175,6 +175,10 @@ def pictures_of(turns: Turns) -> list[str]:
     return [reference for message in turns for reference in message.pictures]
 
 
+def num_pictures(example: Example) -> int:
+    return sum(len(pictures_of(side)) for side in (example.prompt, *example.responses))
+
+
 def texts_of(example: Example) -> list[str]:
     """The texts of all turns, without roles and template."""
     sides = (example.prompt, *example.responses)

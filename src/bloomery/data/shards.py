@@ -366,8 +366,8 @@ class StoredPictures:
     def are_in(self, first: int, last: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Of the documents from `first` to before `last`, whether each has a picture."""
         has_pictures = np.zeros(last - first, np.bool_)
-        documents = np.asarray(self._documents).astype(np.int64)
-        has_pictures[documents[(documents >= first) & (documents < last)] - first] = True
+        begin, end = np.searchsorted(self._documents, [first, last])
+        has_pictures[np.asarray(self._documents[begin:end]).astype(np.int64) - first] = True
         return has_pictures
 
 

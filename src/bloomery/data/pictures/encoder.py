@@ -5,19 +5,25 @@ import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, final
 
 from bloomery.core.errors import UserError
 from bloomery.data.examples import BadRow
 from bloomery.data.pictures.processor import (
-    PROCESSOR_FILES,
     TEXTS,
     PictureProcessor,
     size_of,
+    text_from_size,
 )
 from bloomery.data.pictures.prompts import PromptMaker
-from bloomery.data.pictures.reader import PictureReader
+from bloomery.data.pictures.reader import Picture, PictureReader
+from bloomery.facts.picture_sizes import (
+    PROCESSOR_FILES,
+    PictureSizes,
+    processor_settings,
+)
 from bloomery.facts.pictures import Vision, vision_of
 from bloomery.hub import cached_model
 from bloomery.recipe.schema import Recipe
@@ -39,11 +45,23 @@ class VisionSource:
     folder: str
     raw_config: str
 
-    @property
+    @cached_property
     def vision(self) -> Vision:
         vision = vision_of(json.loads(self.raw_config), where=self.folder)
         assert vision is not None
         return vision
+
+    @cached_property
+    def sizes(self) -> PictureSizes | None:
+        """The image processor as arithmetic; None of one that is not known."""
+        settings = processor_settings(Path(self.folder))
+        known = None if settings is None else PictureSizes.of(json.loads(self.raw_config), settings)
+        return known if self.vision.kind != "lfm2_vl" else None  # its text is its processor's
+
+    @cached_property
+    def _processor(self) -> PictureProcessor:
+        """The image processor itself, whose import takes seconds."""
+        return PictureProcessor(Path(self.folder), self.vision)
 
     @property
     def digest(self) -> str:
@@ -52,11 +70,37 @@ class VisionSource:
         parts += [path.read_bytes() for path in _processor_files(Path(self.folder))]
         return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
+    def texts_of(self, pictures: Sequence[Picture]) -> list[str]:
+        """What stands for each picture of an example, at least one: from their sizes where the image processor is
+        known, else as it says. Raises ValueError or OSError for one that it refuses.
+        """
+        if self.sizes is None:
+            return self._processor.process([picture.content for picture in pictures]).texts
+        return [
+            text_from_size(self.vision, self.sizes.shape(picture.width, picture.height))
+            for picture in pictures
+        ]
+
     def sizes_and_texts(self, contents: Sequence[bytes]) -> list[tuple[tuple[int, int], str]]:
         """Of pictures in a prepared dataset, at least one: width and height, and the text that stands for each."""
-        texts = PictureProcessor(Path(self.folder), self.vision).process(contents).texts
-        sizes = [size_of(content) for content in contents]
-        return list(zip(sizes, texts, strict=True))
+        pictures = [Picture(content, *size_of(content)) for content in contents]
+        texts = self.texts_of(pictures)
+        return [
+            ((picture.width, picture.height), text)
+            for picture, text in zip(pictures, texts, strict=True)
+        ]
+
+    def refuse_miscounted(self, contents: Sequence[bytes]) -> None:
+        """Raises UserError where the image processor makes another text of these pictures than their sizes say."""
+        if self.sizes is None:
+            return
+        for content, (size, text) in zip(contents, self.sizes_and_texts(contents), strict=True):
+            if self._processor.process([content]).texts != [text]:
+                raise UserError(
+                    f"the image processor makes something else of {size[0]} x {size[1]} pixels than its settings say",
+                    where=self.folder,
+                    fix="install the version of transformers that `bloomery doctor` names",
+                )
 
     def save(self, folder: Path) -> None:
         """Into a prepared dataset, from which training makes the same of its pictures."""
@@ -106,7 +150,6 @@ class PictureEncoder:
     def __init__(self, source: VisionSource) -> None:
         self._source = source
         self._reader = PictureReader()
-        self._processor: PictureProcessor | None = None  # its import takes seconds
         self._prompts: PromptMaker | None = None
 
     @property
@@ -116,11 +159,9 @@ class PictureEncoder:
 
     def encode(self, references: Sequence[str], where: str) -> list[EncodedPicture]:
         """Of located references, at least one. Raises BadRow."""
-        if self._processor is None:
-            self._processor = PictureProcessor(Path(self._source.folder), self._source.vision)
         pictures = [self._reader.read(reference, where) for reference in references]
         try:
-            texts = self._processor.process([picture.content for picture in pictures]).texts
+            texts = self._source.texts_of(pictures)
         except UserError:
             raise
         except (ValueError, OSError) as error:

@@ -6,6 +6,7 @@ transformers' `processing_*.py` of each kind; its processors themselves need pac
 
 import io
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -14,13 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 from bloomery.core.errors import UserError
 from bloomery.core.extras import install_extra
 from bloomery.data.pictures.lfm2 import Lfm2Images
+from bloomery.facts.picture_sizes import PROCESSOR_FILES, PictureShape
 from bloomery.facts.pictures import Vision
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# What an image processor is read from.
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 # Settings of image processors that two towers must share to read the same numbers.
 SCALING = (
     *("do_normalize", "image_mean", "image_std", "do_rescale", "rescale_factor"),
@@ -53,7 +53,7 @@ class PictureText(NamedTuple):
 
 def _qwen(config: Json, made: Json, index: int) -> str:
     merged = int(config["vision_config"].get("spatial_merge_size", 2)) ** 2
-    return "<|image_pad|>" * (int(made["image_grid_thw"][index].prod()) // merged)
+    return "<|image_pad|>" * (math.prod(map(int, made["image_grid_thw"][index])) // merged)
 
 
 def _gemma3(config: Json, made: Json, index: int) -> str:
@@ -126,6 +126,12 @@ TEXTS: Mapping[str, PictureText] = MappingProxyType(
         "smolvlm": PictureText("<image>", "<image>", _smolvlm, {"return_row_col_info": True}),
     }
 )
+
+
+def text_from_size(vision: Vision, shape: PictureShape) -> str:
+    """What stands for a picture of this shape: the text of `PictureProcessor.process`, without its pixels."""
+    made = {name: [figure] for name, figure in shape.made.items()}
+    return TEXTS[vision.kind].text_of(json.loads(vision.raw_config), made, 0)
 
 
 @final

@@ -46,7 +46,8 @@ class PictureReader:
             raise BadRow(where, f"holds a picture that {took}", _FIX)
         if "refused" in answer:
             raise BadRow(where, f"holds a picture that {answer['refused']}", _FIX)
-        return Picture(answer["content"], answer["width"], answer["height"])
+        # A picture that is fine as it is need not travel back.
+        return Picture(answer.get("content", content), answer["width"], answer["height"])
 
     def close(self) -> None:
         child = self._child

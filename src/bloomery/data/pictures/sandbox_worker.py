@@ -37,12 +37,15 @@ def normalized(content: bytes) -> tuple[bytes, tuple[int, int]]:
             num_frames = getattr(picture, "n_frames", 1)
             if num_frames > 1:
                 raise Refused(f"is animated: it has {num_frames} frames")
+            # Whether a JPEG is whole is seen at an eighth of its sides, too, in half of the time.
+            size = picture.size
+            picture.draft(None, (1, 1))
             picture.load()
             is_upright = picture.getexif().get(ORIENTATION, 1) == 1
             is_plain = picture.mode in ("RGB", "L") and "transparency" not in picture.info
             if picture.format in KEPT_FORMATS and is_upright and is_plain:
-                return content, picture.size
-            return _written_anew(picture)
+                return content, size
+            return _written_anew(Image.open(io.BytesIO(content), formats=FORMATS))
     except Refused:
         raise
     except MemoryError:
@@ -101,7 +104,11 @@ def main() -> None:
             continue
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
-        reply(job, {"width": width, "height": height}, content=content)
+        size = {"width": width, "height": height}
+        if content is request.get("content"):
+            reply(job, size)
+        else:
+            reply(job, size, content=content)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple, final
 
@@ -23,7 +23,7 @@ from bloomery.core.files import open_input, write_durably
 from bloomery.core.units import MIB
 from bloomery.data.chat.render import as_turn
 from bloomery.data.chat.written import PartCounts, added
-from bloomery.data.examples import BadRow, texts_of
+from bloomery.data.examples import BadRow, num_pictures, texts_of
 from bloomery.data.pictures.encoder import vision_source
 from bloomery.data.prepare.kinds import (
     KtoPairCheck,
@@ -186,6 +186,7 @@ def stale(folder: Path, datasets: list[Dataset], *, most_read: int | None = None
     return next((name for _, name in unseen_states), None)
 
 
+PICTURE_BYTES = 2**15  # of text that a picture counts for: about as long does it take
 MOST_NAMED = 64  # files whose rows repeat in the validation set, each with its number
 
 
@@ -284,6 +285,10 @@ class EncodedDocument(NamedTuple):
     pictures: list[tuple[bytes, ...]]
 
 
+def _num_pictures(document: Document) -> int:
+    return 0 if document.example is None else num_pictures(document.example)
+
+
 def _row(document: Document) -> bytes:
     """What rewards are given of a prompt's row."""
     example = document.example
@@ -325,6 +330,7 @@ class Preparation:
         self._folder = folder
         self._report = report
         self._limits = limits
+        self._are_pictures_checked = False
         self._datasets = streams(recipe)
         validation = validation_datasets(recipe.data, recipe.objective.spec.data_kind)
         self._num_train = len(self._datasets) - len(validation)
@@ -414,19 +420,29 @@ class Preparation:
             )
             self._open_writers()
         try:
-            size = sum(dataset.text_bytes for dataset in self._datasets)
+            tasks = self._tasks(self._journal)
+            first_tasks = list(islice(tasks, 1))
+            size = self._size_by(first_tasks)
             workers = count_workers(self._data.num_proc, size, rendered=self.rendering is not None)
             with encoders(self._folder, tokenizer, workers, self.rendering) as using:
-                tasks = (
+                jobs = (
                     (task, [document for _, document in task.documents if document.tokens is None])
-                    for task in self._tasks(self._journal)
+                    for task in chain(first_tasks, tasks)
                 )
-                self._write_all(encode_in_order(tasks, using))
+                self._write_all(encode_in_order(jobs, using))
             return self._finish()
         except BaseException:
             for name, writer in self._writers.items():  # keep exactly what is in the journal
                 writer.cut_back(getattr(self._journal, name))
             raise
+
+    def _size_by(self, first_tasks: list[EncodeTask]) -> float:
+        """Bytes of text that take as long as the whole dataset, pictures included: as many in all rows as in these."""
+        text_bytes = sum(dataset.text_bytes for dataset in self._datasets)
+        documents = [document for task in first_tasks for _, document in task.documents]
+        count = sum(map(_num_pictures, documents))
+        bytes_of_rows = sum(len(document.wire) for document in documents)
+        return text_bytes * (1 + PICTURE_BYTES * count / max(1, bytes_of_rows))
 
     def _open_writers(self) -> None:
         dtype = self._tokenizer.dtype
@@ -509,6 +525,7 @@ class Preparation:
                     batch.append((outcome, document))
                     content = document.wire if document.example else document.text
                     size += len(content) + 4 * len(document.tokens or ())
+                    size += PICTURE_BYTES * _num_pictures(document)
                 if size >= self._limits.batch_bytes:
                     yield EncodeTask(
                         batch, source, num_read, num_empty, held_back, dict(held_files)
@@ -586,6 +603,7 @@ class Preparation:
                 if not self._journal.first_failed:
                     self._journal.first_failed = f"{bad_row.where}: {bad_row.reason}"
             self._journal.parts = added(self._journal.parts, batch.parts)
+            self._check_pictures(batch)
             self._add(task, batch)
             text_bytes = sum(writer.progress.bytes for writer in self._writers.values())
             bytes_done = min(max(text_bytes, self._summary.bytes_read), self._bytes)
@@ -593,6 +611,19 @@ class Preparation:
             if time.monotonic() - written_at >= self._limits.journal_seconds:
                 self._commit()
                 written_at = time.monotonic()
+
+    def _check_pictures(self, batch: EncodedBatch) -> None:
+        """By the first pictures, that the model's image processor makes of them what was counted from their sizes.
+
+        Raises UserError.
+        """
+        pictures = [picture for of_document in batch.pictures for picture in of_document]
+        source = (
+            vision_source(self._recipe) if pictures and not self._are_pictures_checked else None
+        )
+        if source is not None:
+            source.refuse_miscounted(pictures[:2])
+            self._are_pictures_checked = True
 
     def _add(self, task: EncodeTask, encoded: EncodedBatch) -> None:
         """Append the documents of a batch to their splits, in order. An example has one document per response, a

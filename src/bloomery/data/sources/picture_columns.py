@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bloomery.core.units import counted
-from bloomery.data.examples import PICTURE, BadRow, Example, Message, Turns, pictures_of
+from bloomery.data.examples import PICTURE, BadRow, Example, Message, Turns, num_pictures
 from bloomery.data.pictures.references import located, references_of
 from bloomery.data.sources.rows import Row
 from bloomery.data.sources.turns import parsed
@@ -84,7 +84,7 @@ def _names_files(value: object) -> bool:
 
 
 def holds_pictures(example: Example) -> bool:
-    return any(pictures_of(side) for side in (example.prompt, *example.responses))
+    return num_pictures(example) > 0
 
 
 def with_located(example: Example, folders: Sequence[Path]) -> Example:
