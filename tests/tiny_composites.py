@@ -112,7 +112,7 @@ def composite(kind: str) -> torch.nn.Module:
         torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind, **CONFIGS[kind]))
         for parameter in model.parameters():
-            if parameter.ndim == 1:
+            if parameter.ndim == 1 or not parameter.any():  # Gemma 3's projector begins at 0
                 parameter.data += 0.1 * torch.randn_like(parameter)
     return model.eval()
 

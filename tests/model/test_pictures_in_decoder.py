@@ -48,7 +48,8 @@ def both(request, tmp_path):
     whole.save_pretrained(tmp_path)
     ours = load_decoder(tmp_path, dtype=torch.float32)
     vision = vision_of(whole.config.to_dict())
-    ours.see(load_tower(vision, tmp_path, dtype=torch.float32, device=torch.device("cpu")))
+    cpu = torch.device("cpu")
+    ours.see(load_tower(vision, tmp_path, dtype=torch.float32, device=cpu, train="all"))
     features = ours.vision(picture_inputs(kind))
     tokens = tokens_with(sizes_of(kind, features.features_ND))
     pictures = SeenPictures(
@@ -79,6 +80,20 @@ def test_logits_and_gradients_are_those_of_the_whole_model(both):
     mine = ours.model.embed_tokens.weight.grad
     rows = [5, 6, 7, 8, 9, 10, 11]
     assert_close(mine[rows], theirs[rows], atol=1e-4, rtol=1e-4)
+    trained = ours.vision.trained
+    text = f"model.{ours.vision.language_model}."
+    expected = {
+        name: parameter
+        for name, parameter in whole.named_parameters()
+        if not name.startswith((text, "lm_head."))
+    }
+    assert trained.keys() == {n for n, parameter in expected.items() if parameter.grad is not None}
+    for name, parameter in trained.items():
+        mine, theirs = parameter.grad, expected[name].grad
+        assert theirs.abs().max() > 0 or name.endswith("k_proj.bias"), name
+        assert_close(
+            mine, theirs, atol=1e-4, rtol=1e-4, msg=lambda text, name=name: f"{name} {text}"
+        )
 
 
 def test_text_alone_has_the_bits_of_the_text_model(both, tmp_path):

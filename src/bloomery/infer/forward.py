@@ -144,7 +144,7 @@ def forward_all(
             borders=borders_in(batch),
             head=head,
             is_real_BT=batch.documents >= 0 if counts_loads else None,
-            pictures=seen_pictures(model, batch),
+            pictures=seen_pictures(model, batch, begin=begin_one),
             axes_3BT=batch.axes,
             begin=begin_one,
         )
@@ -154,15 +154,20 @@ def forward_all(
         return model.forward_all(inputs)
 
 
-def seen_pictures(model: Decoder, batch: Batch) -> SeenPictures | None:
+def seen_pictures(
+    model: Decoder, batch: Batch, *, begin: Callable[[], None] | None = None
+) -> SeenPictures | None:
     """What the model's tower makes of the pictures of a batch; None without any.
 
-    Raises UserError where it makes another number of tokens than the text has for them.
+    `begin`: called before it; seeds dropout. Raises UserError where it makes another number of tokens than the text has
+    for them.
     """
     if batch.pictures is None:
         return None
     vision = model.vision
     assert vision is not None, "a run with pictures has a tower"
+    if begin is not None:
+        begin()
     features = vision(batch.pictures.inputs)
     refuse_other_number(len(features.features_ND), len(batch.pictures.places), "data.prepared")
     return SeenPictures(

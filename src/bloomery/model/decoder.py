@@ -611,6 +611,13 @@ class Output(NamedTuple):
     loads: Mapping[int, RouterLoad] = NO_LOADS  # of the layers with experts, where they are counted
 
 
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """What training changes, by name; what reads pictures has the names of transformers' whole model."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    vision = model.vision if isinstance(model, Decoder) else None
+    return trained if vision is None else trained | vision.trained
+
+
 class Decoder(nn.Module):
     """A language model, or a reward model with one value per token (`config.head`).
 
@@ -670,7 +677,9 @@ class Decoder(nn.Module):
 
     @property
     def vision(self) -> VisionTower | None:
-        """What reads pictures, frozen. It is no part of the module: its weights stay those of the base."""
+        """What reads pictures. It is no part of the module: most of its weights stay those of the base, and those that
+        are trained have the names of another model (`trained_parameters`).
+        """
         return self._beside.get("vision")
 
     def see(self, vision: VisionTower) -> None:

@@ -1,5 +1,5 @@
 """The vision tower and the projector of a multimodal model: transformers' modules, whose output takes the place of
-embedded tokens.
+embedded tokens. They run as published, or are trained with the language model.
 
 N tokens of pictures, D hidden size of the language model.
 """
@@ -15,11 +15,18 @@ from torch import Tensor, nn
 
 from bloomery.core.errors import UserError
 from bloomery.core.extras import install_extra
-from bloomery.facts.pictures import Vision
+from bloomery.facts.pictures import Vision, is_projector
+from bloomery.model.io.parameters import put
 from bloomery.model.io.safetensors import TensorReader
 from bloomery.model.io.stored import StoredTensor, vision_tensors
 from bloomery.model.transformers_model import MatricesOnMeta, decoded
+from bloomery.recipe.schema import VisionParts
 
+WHOLE = (
+    "model."  # before the names of the tower's parameters, in those of transformers' whole model
+)
+UNREAD = ".vision_tower.head."  # SigLIP's pooled picture, which no language model is given
+LORA_NAMES = (".lora_A", ".lora_B")
 LANGUAGE_MODELS = ("language_model", "text_model")
 
 
@@ -32,38 +39,77 @@ class PictureFeatures(NamedTuple):
     deep_features: tuple[Tensor, ...] = ()
 
 
+def is_of(parts: VisionParts, name: str, vision: Vision) -> bool:
+    """Whether a parameter or module of these parts has the name, in transformers' whole model or in the tower's."""
+    if parts == "none" or UNREAD in f".{name}":
+        return False
+    if parts == "all":
+        return True
+    return is_projector(vision.kind, name) == (parts == "projector")
+
+
 @final
 class VisionTower(nn.Module):
-    """Everything of a multimodal model that is no language model, frozen.
+    """Everything of a multimodal model that is no language model.
 
     Its parameters have the names of transformers' model, below `tower`. `language_model`: what that calls the other
-    part of it.
+    part of it. `autocast_dtype`: of products, where weights that are trained have more digits; None: that of weights.
     """
 
-    def __init__(self, vision: Vision) -> None:
-        """Parameters have no memory yet: `load_tower` gives it. Raises UserError where transformers cannot build it."""
+    def __init__(self, vision: Vision, train: VisionParts = "none") -> None:
+        """`train`: the parts that are trained, the others are frozen. Parameters have no memory yet: `load_tower`
+        gives it. Raises UserError where transformers cannot build it.
+        """
         super().__init__()
         self.vision = vision
         self.tower, self.language_model = blank_tower(vision)
-        self.requires_grad_(False)
+        self.autocast_dtype: torch.dtype | None = None
+        for name, parameter in self.tower.named_parameters():
+            parameter.requires_grad_(is_of(train, name, vision))
         self.eval()
 
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """By the names of transformers' whole model."""
+        return {
+            WHOLE + name: parameter
+            for name, parameter in self.tower.named_parameters()
+            if parameter.requires_grad
+        }
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The layers of the tower, in order: those that transformers can recompute in backward."""
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        return [
+            each for each in self.tower.modules() if isinstance(each, GradientCheckpointingLayer)
+        ]
+
     def train(self, mode: bool = True) -> "VisionTower":
-        """A frozen tower has no dropout in training either."""
+        """No dropout in training either: published towers have none. That of LoRA is where gradients are."""
         del mode
         return super().train(False)
 
-    @torch.no_grad()
     def forward(self, inputs: Mapping[str, Tensor]) -> PictureFeatures:
         """`inputs`: what the model's image processor makes of pictures, by its names."""
-        parameter = next(self.parameters())
+        tower_weight = next(
+            parameter
+            for name, parameter in self.tower.named_parameters()
+            if not is_projector(self.vision.kind, name)
+        )
         taken = inspect.signature(self.tower.get_image_features).parameters
         given = {
-            name: tensor.to(parameter.dtype) if tensor.is_floating_point() else tensor
+            name: tensor.to(tower_weight.dtype) if tensor.is_floating_point() else tensor
             for name, tensor in inputs.items()
             if name in taken
         }
-        with torch.autocast(parameter.device.type, enabled=False):
+        autocast = torch.autocast(
+            tower_weight.device.type,
+            dtype=self.autocast_dtype,
+            enabled=self.autocast_dtype is not None,
+        )
+        with autocast:
             made = self.tower.get_image_features(**given, return_dict=True)
         features_ND = torch.cat([features.flatten(0, -2) for features in made.pooler_output])
         by_layer = getattr(made, "deepstack_features", None) or ()
@@ -97,19 +143,54 @@ def blank_tower(vision: Vision) -> tuple[Any, str]:
 
 
 def load_tower(
-    vision: Vision, folder: Path, *, dtype: torch.dtype, device: torch.device
+    vision: Vision,
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    train: VisionParts = "none",
+    trained_dtype: torch.dtype = torch.float32,
 ) -> VisionTower:
-    """The tower with the weights of a folder. Raises UserError where some are missing or of another shape."""
-    tower = VisionTower(vision)
+    """The tower with the weights of a folder. `train`: parts that are trained, in `trained_dtype`.
+
+    Raises UserError where weights are missing or of another shape.
+    """
+    tower = VisionTower(vision, train)
     stored = vision_tensors(folder)
     with TensorReader() as reader:
         for name, parameter in list(tower.tower.named_parameters()):
             tensor = _stored_tensor(name, parameter, stored, folder)
             owner, _, leaf = name.rpartition(".")
-            values = reader.read(tensor).to(dtype=dtype, device=device)
-            loaded = nn.Parameter(values, requires_grad=False)
+            is_trained = parameter.requires_grad
+            values = reader.read(tensor).to(dtype=trained_dtype if is_trained else dtype)
+            # A copy: what is trained may not be the file's own memory.
+            loaded = nn.Parameter(values.to(device, copy=is_trained), requires_grad=is_trained)
             tower.tower.get_submodule(owner)._parameters[leaf] = loaded
+    if tower.trained and dtype != trained_dtype:
+        tower.autocast_dtype = dtype
     return tower.to(device)
+
+
+@torch.no_grad()
+def read_trained_tower(tower: VisionTower, folder: Path) -> None:
+    """Fills what is trained from a folder with a whole model, but for LoRA. Raises UserError as `load_tower` does."""
+    stored = vision_tensors(folder)
+    with TensorReader() as reader:
+        for name, parameter in tower.trained.items():
+            if not name.endswith(LORA_NAMES):
+                inside = name.removeprefix(WHOLE)
+                put(reader.read(_stored_tensor(inside, parameter, stored, folder)), parameter)
+
+
+def names_in_files(tower: VisionTower, folder: Path) -> dict[str, str]:
+    """The names that a folder's files have for the parameters, by those of transformers' whole model."""
+    stored = vision_tensors(folder)
+    by_tensor = {id(tensor): name for name, tensor in stored.items()}
+    return {
+        WHOLE + name: by_tensor[id(_stored_tensor(name, parameter, stored, folder))]
+        for name, parameter in tower.tower.named_parameters()
+        if not name.endswith(LORA_NAMES)
+    }
 
 
 def _stored_tensor(

@@ -19,6 +19,7 @@ from bloomery.facts.optimizers import OPTIMIZERS
 from bloomery.hardware.detect import GpuProcess, gpu_processes
 from bloomery.infer.model_folder import refuse_other_run, saved_steps, step_folder
 from bloomery.model.attention.triton_attention import KernelFailed
+from bloomery.model.decoder import trained_parameters
 from bloomery.model.io.parameters import local
 from bloomery.monitor.events import Emit, Recovered, Warned
 from bloomery.parallel.mesh import Mesh
@@ -410,8 +411,8 @@ def _non_finite_weight(context: RunContext) -> str | None:
     """The name of the first trained parameter with a non-finite value on this rank."""
     rows_by_name = {
         name: local(parameter)
-        for name, parameter in context.model.named_parameters()
-        if parameter.requires_grad and local(parameter).numel()
+        for name, parameter in trained_parameters(context.model).items()
+        if local(parameter).numel()
     }
     if not rows_by_name:
         return None

@@ -19,7 +19,7 @@ from bloomery.hub import local_model
 from bloomery.infer.forward import eval_mode, matmul_dtype, precision_context
 from bloomery.model.adapters.lora import is_added
 from bloomery.model.adapters.settings import digest
-from bloomery.model.decoder import VALUE_HEAD, Decoder
+from bloomery.model.decoder import VALUE_HEAD, Decoder, trained_parameters
 from bloomery.model.document_rows import document_groups, padding_share
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.model.transformers_backend import TransformersBackbone
@@ -120,7 +120,7 @@ def open_context(
         tokenizer=dataset.tokenizer,
         prompts=dataset.prompts,
         saver=open_saver(plan.checkpoint, plan.data.prepared, run_dir, state, emit),
-        health_check=open_health_check(state, is_adapter=not isinstance(plan.adapter, NoAdapter)),
+        health_check=open_health_check(state, plan),
         recorder=Recorder(run_dir, state.model_and_optimizer, emit, writes=mesh.first_rank),
         device=training_device(run_dir / "machine.json"),
         # A checkpoint whose evaluation was interrupted is saved again with its result.
@@ -280,16 +280,20 @@ def open_saver(
     )
 
 
-def open_health_check(state: TrainState, *, is_adapter: bool) -> HealthCheck:
+def open_health_check(state: TrainState, plan: RunPlan) -> HealthCheck:
     """The check of the parameters that this rank's updates should change.
 
-    Without an adapter every parameter should be trainable: a frozen one is reported. A tied matrix, which is on two
-    stages, counts on the first.
+    Where the base is not frozen, every parameter of it should be trainable: a frozen one is reported. A tied matrix,
+    which is on two stages, counts on the first.
     """
+    is_adapter = not isinstance(plan.adapter, NoAdapter)
+    is_frozen = is_adapter or plan.vision.freeze_language_model
     checked_parameters = {
         name: parameter
-        for name, parameter in state.model.named_parameters()
-        if (parameter.requires_grad or not is_adapter)
+        for name, parameter in (
+            dict(state.model.named_parameters()) | trained_parameters(state.model)
+        ).items()
+        if (parameter.requires_grad or not is_frozen)
         and not is_never_trained(name)
         and state.is_owned(name)
         and name != VALUE_HEAD  # it starts at 0: its first updates are large next to it

@@ -13,14 +13,15 @@ from bloomery.core.errors import UserError
 from bloomery.data.order import Cursor
 from bloomery.data.pictures.encoder import saved_vision
 from bloomery.facts.config import whole_model
+from bloomery.facts.pictures import is_projector
 from bloomery.infer.forward import matmul_dtype, prepare_weights
-from bloomery.model.adapters.lora import adapt
+from bloomery.model.adapters.lora import adapt, adapt_tower, tower_pairs
 from bloomery.model.adapters.peft_methods import PeftAdapter, method_config
 from bloomery.model.adapters.settings import Base, adaptation, base_of
 from bloomery.model.decoder import VALUE_HEAD, Decoder
 from bloomery.model.io.weights import init_weights, quantize_model
 from bloomery.model.vision import load_tower
-from bloomery.parallel.apply import apply
+from bloomery.parallel.apply import apply, checkpoint_block
 from bloomery.parallel.context import HeadExchange
 from bloomery.parallel.experts import RowExchange, divide_experts
 from bloomery.parallel.fsdp import apply_fsdp
@@ -246,7 +247,7 @@ def build_state(
         base = Base(**mesh.broadcast_json(fields_of_base))
     checkpointed_model = build_checkpointed_model(model, plan, initial, base)
 
-    add_vision(model, plan)
+    rates = add_vision(model, plan)
 
     # Completions are sampled without dropout, and their probabilities must be the same in training.
     if plan.objective.spec.source == "rollouts":
@@ -256,7 +257,7 @@ def build_state(
     state = TrainState(
         ModelAndOptimizer(
             model,
-            build_optimizer(model, plan.optimizer, seed=train.seed, mesh=mesh),
+            build_optimizer(model, plan.optimizer, seed=train.seed, mesh=mesh, rates=rates),
             loss_scale=LossScale() if train.precision == "float16" else None,
             peft_adapter=(
                 checkpointed_model.peft_adapter
@@ -293,6 +294,8 @@ def empty_model(plan: RunPlan) -> Decoder:
         )
         if isinstance(plan.adapter, Lora):
             adapt(model, plan.adapter)
+        if plan.vision.freeze_language_model:
+            model.requires_grad_(False)
         if isinstance(plan.adapter, Peft):
             model.requires_grad_(False)  # PEFT adds its parameters once the base weights are read
         if model.value_head is not None:
@@ -303,11 +306,14 @@ def empty_model(plan: RunPlan) -> Decoder:
     return model
 
 
-def add_vision(model: Decoder, plan: RunPlan) -> None:
-    """The tower of the model that the run starts from, where its dataset has pictures. Raises UserError."""
+def add_vision(model: Decoder, plan: RunPlan) -> dict[str, float]:
+    """The tower of the model that the run starts from, where its dataset has pictures, with LoRA where the plan has it.
+
+    Returns the learning rates of what is trained of it, by name. Raises UserError.
+    """
     source = saved_vision(plan.data.prepared)
     if source is None:
-        return
+        return {}
     if plan.model.source is None:
         raise UserError(
             "a new model sees no pictures",
@@ -317,8 +323,26 @@ def add_vision(model: Decoder, plan: RunPlan) -> None:
     refuse_pictures(plan)
     # float16 overflows in some towers, as in residual streams of language models.
     precision = plan.train.precision
-    dtype = torch.float32 if precision == "float16" else matmul_dtype(precision)
-    model.see(load_tower(source.vision, plan.model.source, dtype=dtype, device=model.device))
+    tower = load_tower(
+        source.vision,
+        plan.model.source,
+        dtype=torch.float32 if precision == "float16" else matmul_dtype(precision),
+        device=model.device,
+        train=plan.vision.train,
+        trained_dtype=torch.bfloat16 if precision == "bfloat16-pure" else torch.float32,
+    )
+    if isinstance(plan.adapter, Lora):
+        pairs = tower_pairs(tower, plan.adapter)
+        adapt_tower(tower, pairs, adaptation(plan.model.config, plan.adapter))
+    for index, block in enumerate(tower.blocks if tower.trained else ()):
+        checkpoint_block(block, plan.train.activation_checkpointing, index=index)
+    model.see(tower)
+    return {
+        name: plan.vision.projector_learning_rate
+        if is_projector(source.vision.kind, name)
+        else plan.vision.learning_rate
+        for name in tower.trained
+    }
 
 
 def refuse_pictures(plan: RunPlan) -> None:
@@ -335,8 +359,6 @@ def refuse_pictures(plan: RunPlan) -> None:
         "parallel.context": train.context > 1,
         "parallel.stream": train.stream != "off",
         "train.compile": train.compile,
-        "vision.train": plan.vision.train != "none",
-        "adapter.vision": isinstance(plan.adapter, Lora) and plan.adapter.vision != "none",
     }
     for key, is_excluded in excluded.items():
         if is_excluded:
@@ -380,7 +402,7 @@ def build_checkpointed_model(
             model.value_head.requires_grad_()  # PEFT freezes what is not its own
         apply(model, plan.train)
         return PeftWeights(peft_adapter, base)
-    return FullWeights(model, initial)
+    return FullWeights(model, initial, trains_text=not plan.vision.freeze_language_model)
 
 
 def restore(state: TrainState, folder: Path | None, *, non_finite_counts: bool = False) -> None:

@@ -178,8 +178,11 @@ class StepPasses:
             assert self.fused_norm is None, "the plan refuses gradient accumulation with it"
             (scaled_loss,) = scaled_losses
             self.fused_norm = self._fused_backward(scaled_loss)
-        else:
-            torch.autograd.backward(scaled_losses)
+            return
+        # A frozen language model has no gradient for texts without pictures.
+        reaching_losses = [loss for loss in scaled_losses if loss.requires_grad]
+        if reaching_losses:
+            torch.autograd.backward(reaching_losses)
 
     def _scaled_loss(self, parts: LossParts) -> Tensor:
         scaled_loss = parts.total * (self.scale_factor / self.num_targets)

@@ -5,7 +5,7 @@ arXiv:2404.02948.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -20,11 +20,12 @@ from bloomery.model.adapters.settings import (
     adaptation,
     adapter_shapes,
 )
-from bloomery.model.decoder import VALUE_HEAD, Decoder
+from bloomery.model.decoder import VALUE_HEAD, Decoder, trained_parameters
 from bloomery.model.experts import ExpertMLPs, Pairs, grouped_linear
-from bloomery.model.io.parameters import local, put, stream
+from bloomery.model.io.parameters import is_linear_map, local, put, stream
 from bloomery.model.io.quantized import QuantizedWeight
 from bloomery.model.norms import widened
+from bloomery.model.vision import WHOLE, VisionTower, is_of
 from bloomery.recipe.schema import Lora
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -221,11 +222,40 @@ def adapt_as(model: Decoder, settings: Adaptation) -> None:
     model.train(model.training)
 
 
+def adapt_tower(tower: VisionTower, pairs: Mapping[str, Pair], settings: Adaptation) -> None:
+    """In place: adds LoRA matrices to linear maps of what reads pictures, by names of transformers' whole model."""
+    for name, pair in pairs.items():
+        parent, _, leaf = name.removeprefix(WHOLE).rpartition(".")
+        owner = tower.tower.get_submodule(parent)
+        setattr(owner, leaf, LoraLinear(owner.get_submodule(leaf), pair, settings))
+    tower.train(tower.training)
+
+
+def tower_pairs(tower: VisionTower, adapter: Lora) -> dict[str, Pair]:
+    """Those of `adapter.vision`: all linear maps of these parts. Raises UserError where there is none."""
+    scale = adapter.alpha / (math.sqrt(adapter.rank) if adapter.use_rslora else adapter.rank)
+    pairs = {
+        WHOLE + name: Pair(adapter.rank, scale)
+        for name, module in tower.tower.named_modules()
+        if is_linear_map(module) and is_of(adapter.vision, name, tower.vision)
+    }
+    if not pairs and adapter.vision != "none":
+        raise UserError(
+            f"the {adapter.vision} of this model has no linear maps, on which LoRA could be",
+            where=f"adapter.vision={adapter.vision}",
+            fix=f"set adapter.vision=none vision.train={adapter.vision}, which trains it in full",
+            code=2,
+        )
+    return pairs
+
+
 def adapted(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
-    """The adapted linear maps, by full name."""
-    return (
-        (name, module) for name, module in model.named_modules() if isinstance(module, LoraLinear)
-    )
+    """The adapted linear maps, by full name; of a decoder with those of what reads pictures."""
+    modules = [*model.named_modules()]
+    vision = model.vision if isinstance(model, Decoder) else None
+    if vision is not None:
+        modules += vision.tower.named_modules(prefix=WHOLE.rstrip("."))
+    return ((name, module) for name, module in modules if isinstance(module, LoraLinear))
 
 
 def adapted_stacks(model: nn.Module) -> Iterator[tuple[str, ExpertLora]]:
@@ -321,11 +351,7 @@ def _largest(W: Tensor, rank: int, generator: torch.Generator) -> tuple[Tensor, 
 
 def trained_state(model: Decoder) -> dict[str, Tensor]:
     """The live tensors of an adapter file by native names: trained parameters and PiSSA's initial matrices."""
-    kept = {
-        name: p.detach()
-        for name, p in model.named_parameters()
-        if p.requires_grad and name != VALUE_HEAD
-    }
+    kept = {name: p.detach() for name, p in trained_parameters(model).items() if name != VALUE_HEAD}
     for name, module in adapted(model):
         if module.pissa:
             kept |= {f"{name}.first_A": module.first_A, f"{name}.first_B": module.first_B}

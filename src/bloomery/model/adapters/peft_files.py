@@ -9,12 +9,10 @@ it began with stand the same way, so that the file is a plain LoRA for the model
 
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import torch
 from safetensors.torch import save_file
@@ -42,6 +40,7 @@ from bloomery.model.adapters.settings import (
     stacks_in_memory,
     stored_modules,
 )
+from bloomery.model.adapters.tower import InsideWhole
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.parameters import first_row, local, put
 from bloomery.model.io.safetensors import TensorReader, to_hf_names
@@ -93,12 +92,12 @@ def write_adapter(
     folder: Path,
     *,
     base: str,
-    inside: str = "",
+    inside: InsideWhole | None = None,
 ) -> None:
     """Writes both files of an adapter into a folder that exists.
 
-    `state`: the result of `lora.trained_state`. `base`: a folder or an id on the Hub. `inside`: the name of the
-    language model in a multimodal one, in which PEFT is to find the modules; "": the base is the language model.
+    `state`: the result of `lora.trained_state`. `base`: a folder or an id on the Hub. `inside`: of a multimodal model,
+    in which PEFT is to find the modules; None: the base is the language model.
     """
     locations = tensor_locations(config)
     tensors = dict[str, Tensor]()
@@ -151,32 +150,12 @@ def write_adapter(
         tensors[f"{HEAD}.weight"] = saved_tensors[stored_embedding].clone()
 
     settings_json = adapter_config(settings, config, base=base)
-    if inside:
-        tensors = {name_inside(name, inside): tensor for name, tensor in tensors.items()}
-        settings_json = config_inside(settings_json, inside)
+    if inside is not None:
+        tensors = {inside.name_of(name): tensor for name, tensor in tensors.items()}
+        tensors |= inside.tensors_of_tower(state)
+        settings_json = inside.config(settings_json)
     peft_tensors = {PREFIX + name: tensor.cpu() for name, tensor in tensors.items()}
     write_named(peft_tensors, settings_json, folder)
-
-
-def name_inside(name: str, inside: str) -> str:
-    """The name of a language model's part in a multimodal model: "model.layers" is "model.language_model.layers"."""
-    return f"model.{inside}.{name.removeprefix('model.')}" if name.startswith("model.") else name
-
-
-def config_inside(settings_json: Mapping[str, object], inside: str) -> dict[str, object]:
-    """PEFT's config for a multimodal base. Targets are a pattern: last names alone would name the tower's, too."""
-    changed = dict(settings_json)
-    targets = cast(list[str], settings_json["target_modules"])
-    ends = "|".join(re.escape(target.removeprefix("model.")) for target in targets)
-    changed["target_modules"] = rf"model\.{re.escape(inside)}\.(?:.*\.)?(?:{ends})"
-    for key in ("modules_to_save", "target_parameters"):
-        names = cast(list[str] | None, settings_json.get(key))
-        if names:
-            changed[key] = [name_inside(name, inside) for name in names]
-    for key in ("rank_pattern", "alpha_pattern"):
-        pattern = cast(dict[str, object], settings_json[key])
-        changed[key] = {name_inside(name, inside): value for name, value in pattern.items()}
-    return changed
 
 
 def write_named(

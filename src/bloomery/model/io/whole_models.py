@@ -3,7 +3,11 @@
 import json
 import math
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+
+from torch import Tensor
 
 from bloomery.model.io.safetensors import Spec, TensorReader, write_tensors
 from bloomery.model.io.stored import (
@@ -19,6 +23,7 @@ from bloomery.model.io.stored import (
 )
 from bloomery.model.io.weights import SHARD_BYTES, write_json, write_shards
 
+NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 # What a whole model has beside weights, config and tokenizer.
 PROCESSOR_FILES = (
     "preprocessor_config.json",
@@ -29,10 +34,11 @@ PROCESSOR_FILES = (
 )
 
 
-def make_whole(folder: Path, base: Path) -> None:
+def make_whole(folder: Path, base: Path, changed: Mapping[str, Tensor] = NOTHING) -> None:
     """In place: a folder with the language model of `base` alone becomes a model with the tower of `base`, bit for bit.
 
-    Raises UserError where a file cannot be read.
+    `changed`: what was trained of the tower, by the names of the base's files. Raises UserError where a file cannot be
+    read.
     """
     text = find_tensors(folder)
     prefixes = language_prefixes(base)
@@ -42,23 +48,41 @@ def make_whole(folder: Path, base: Path) -> None:
 
     draft = folder / "whole"
     draft.mkdir()
-    with TensorReader() as reader:
-
-        def write_shard(file: Path, names: list[str]) -> None:
-            specs = {name: _spec(tensors[name]) for name in names}
-            write_tensors(file, specs, lambda name: reader.read(tensors[name]))
-
-        sizes = {
-            name: math.prod(tensor.shape) * tensor.dtype.itemsize
-            for name, tensor in tensors.items()
-        }
-        write_shards(draft, sizes, SHARD_BYTES, write_shard)
+    _write(draft, tensors, changed)
     for path in (*text_files, folder / INDEX, folder / SINGLE):
         path.unlink(missing_ok=True)
     for path in draft.iterdir():
         path.rename(folder / path.name)
     draft.rmdir()
     write_json(folder / "config.json", _whole_config(folder, base))
+    _copy_processor(folder, base)
+
+
+def write_changed(folder: Path, base: Path, changed: Mapping[str, Tensor]) -> None:
+    """Writes the whole model of `base` into a folder that exists, bit for bit but for the tensors that changed."""
+    _write(folder, all_tensors_of(base), changed)
+    shutil.copyfile(base / "config.json", folder / "config.json")
+    _copy_processor(folder, base)
+
+
+def _write(folder: Path, stored: Mapping[str, StoredTensor], changed: Mapping[str, Tensor]) -> None:
+    def spec(name: str) -> Spec:
+        tensor = changed.get(name, stored[name])
+        return tuple(tensor.shape), tensor.dtype
+
+    with TensorReader() as reader:
+
+        def tensor_of(name: str) -> Tensor:
+            return changed[name].cpu() if name in changed else reader.read(stored[name])
+
+        def write_shard(file: Path, names: list[str]) -> None:
+            write_tensors(file, {name: spec(name) for name in names}, tensor_of)
+
+        sizes = {name: math.prod(spec(name)[0]) * spec(name)[1].itemsize for name in stored}
+        write_shards(folder, sizes, SHARD_BYTES, write_shard)
+
+
+def _copy_processor(folder: Path, base: Path) -> None:
     for name in PROCESSOR_FILES:
         if (base / name).is_file() and not (folder / name).exists():
             shutil.copyfile(base / name, folder / name)
@@ -79,10 +103,6 @@ def _whole_name(name: str, prefixes: dict[str, str]) -> str:
         if name.startswith(text):
             return prefix + name.removeprefix(text)
     return name
-
-
-def _spec(tensor: StoredTensor) -> Spec:
-    return tuple(tensor.shape), tensor.dtype
 
 
 def _whole_config(folder: Path, base: Path) -> dict[str, object]:

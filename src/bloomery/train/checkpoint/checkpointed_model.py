@@ -14,10 +14,12 @@ from bloomery.model.adapters.lora import init_adapters, note_base, trained_state
 from bloomery.model.adapters.peft_files import read_trained, write_adapter, write_named
 from bloomery.model.adapters.peft_methods import PeftAdapter
 from bloomery.model.adapters.settings import Adaptation, Base, digest
-from bloomery.model.decoder import VALUE_HEAD, Decoder
+from bloomery.model.adapters.tower import inside_whole, read_tower_adapter
+from bloomery.model.decoder import VALUE_HEAD, Decoder, trained_parameters
 from bloomery.model.io.stored import tensor_locations
 from bloomery.model.io.weights import init_weights, read_model, write_config, write_model
-from bloomery.model.io.whole_models import make_whole
+from bloomery.model.io.whole_models import make_whole, write_changed
+from bloomery.model.vision import names_in_files, read_trained_tower
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.store import note_model
 from bloomery.train.checkpoint.rank_writers import PartLayout
@@ -112,13 +114,18 @@ class InitialWeights:
 @final
 @dataclass(frozen=True)
 class FullWeights:
-    """Every parameter, as a model of transformers."""
+    """Every parameter, as a model of transformers. `trains_text`: whether the language model is trained; else what
+    reads pictures alone, and the rest of a checkpoint is the base, bit for bit.
+    """
 
     model: Decoder
     initial: InitialWeights
+    trains_text: bool = True
 
     def weights(self) -> Mapping[str, Tensor]:
-        parameters = dict(self.model.named_parameters())
+        if not self.trains_text:
+            return dict(trained_parameters(self.model))
+        parameters = dict(self.model.named_parameters()) | trained_parameters(self.model)
         parameters.pop(VALUE_HEAD, None)
         return parameters
 
@@ -131,13 +138,22 @@ class FullWeights:
     def writer(self) -> ModelWriter:
         config = self.model.config
         base = self.initial.source
-        is_whole = self.model.vision is not None
+        vision = self.model.vision
+        if vision is None:
+            return lambda tensors, folder: write_model(tensors, config, folder)
+
+        assert base is not None, "a tower is a folder's"
+        names = {} if not vision.trained else names_in_files(vision, base)
+        trains_text = self.trains_text
 
         def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
-            write_model(tensors, config, folder)
-            if is_whole:
-                assert base is not None, "a tower is a folder's"
-                make_whole(folder, base)
+            changed = {names[name]: tensor for name, tensor in tensors.items() if name in names}
+            if not trains_text:
+                write_changed(folder, base, changed)
+                return
+            text = {name: tensor for name, tensor in tensors.items() if name not in names}
+            write_model(text, config, folder)
+            make_whole(folder, base, changed)
 
         return write
 
@@ -154,12 +170,16 @@ class FullWeights:
 
     def initialize(self) -> None:
         self.initial.fill(self.model)
+        _read_tower(self.model, self.initial.source)
 
     def read_frozen(self) -> None:
-        """No weight is frozen."""
+        if not self.trains_text:
+            self.initial.fill(self.model)
 
     def read(self, folder: Path) -> None:
-        read_model(self.model, folder)
+        if self.trains_text:
+            read_model(self.model, folder)
+        _read_tower(self.model, folder)
 
 
 @final
@@ -185,8 +205,7 @@ class LoraWeights:
         base = _name_of(self.base)
         settings = self.settings
         config = self.model.config
-        vision = self.model.vision
-        inside = "" if vision is None else vision.language_model
+        inside = None if self.model.vision is None else inside_whole(self.model.vision)
         return lambda tensors, folder: write_adapter(
             tensors, settings, config, folder, base=base, inside=inside
         )
@@ -196,6 +215,7 @@ class LoraWeights:
 
     def initialize(self) -> None:
         self.initial.fill(self.model)
+        _read_tower(self.model, self.initial.source)
         init_adapters(self.model, self.initial.seed)
 
     def read_frozen(self) -> None:
@@ -204,6 +224,8 @@ class LoraWeights:
 
     def read(self, folder: Path) -> None:
         read_trained(self.model, self.settings, self.model.config, folder)
+        if self.model.vision is not None:
+            read_tower_adapter(self.model.vision, folder)
 
 
 @final
@@ -239,6 +261,13 @@ class PeftWeights:
 
     def read(self, folder: Path) -> None:
         self.peft_adapter.load(read_part(folder, METHOD), read_state(folder)[METHOD])
+
+
+def _read_tower(model: Decoder, folder: Path | None) -> None:
+    """What is trained in full of what reads pictures."""
+    if model.vision is not None and model.vision.trained:
+        assert folder is not None, "a tower is a folder's"
+        read_trained_tower(model.vision, folder)
 
 
 def _name_of(base: Base | None) -> str:

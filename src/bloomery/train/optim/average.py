@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bloomery.core.errors import UserError
+from bloomery.model.decoder import trained_parameters
 from bloomery.model.io.parameters import local, put
 
 
@@ -15,10 +16,7 @@ def average_of(model: nn.Module, decay: float | None) -> "WeightAverage | None":
     """The average of the model's trainable parameters; None without a decay."""
     if decay is None:
         return None
-    parameters = {
-        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
-    }
-    return WeightAverage(parameters, decay)
+    return WeightAverage(trained_parameters(model), decay)
 
 
 @final

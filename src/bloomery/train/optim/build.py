@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from bloomery.core.errors import UserError
 from bloomery.facts.counting import is_of_experts
 from bloomery.facts.limits import INT8_BLOCK, refuse_split_int8_blocks
-from bloomery.facts.optimizers import OPTIMIZERS, updating_kind
+from bloomery.facts.optimizers import OPTIMIZERS, USUAL_OPTIMIZER, updating_kind
+from bloomery.model.decoder import trained_parameters
 from bloomery.model.io.parameters import local, rows_of
 from bloomery.model.io.safetensors import StoredPart
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
@@ -287,17 +288,19 @@ def build_optimizer(
     seed: int = 0,
     mesh: Mesh = SINGLE_RANK,
     device_type: str | None = None,
+    rates: Mapping[str, float] = MappingProxyType({}),
 ) -> OptimizersContainer:
     """The plan's optimizer over the trainable parameters. `seed`: of stochastic rounding.
 
     Native optimizers update one piece of the values after another: as many (`common.piece_size`) as keep a GPU busy, or
     fit into the cache of a CPU core. So float32 intermediates take memory for a piece only. `device_type`: take and
     move pieces as on this type of device, where it is not the parameters' own (a simulation of a GPU on a CPU).
+    `rates`: peak learning rates by parameter, of those that have another one than the plan's; AdamW updates them.
 
     Must run before the first forward. FSDP2 keeps the root's parameters (such as the head) gathered from a forward to
     the next backward: they are plain full tensors then, and would be taken for parameters that are not sharded.
     """
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    trainable = trained_parameters(model)
 
     # Optimizers update this rank's rows as plain tensors: each operation of a DTensor costs the host time.
     parameters_by_name = {
@@ -327,7 +330,14 @@ def build_optimizer(
             [], {}, placement=placement
         )  # a stage of a pipeline whose weights are all frozen
     if not plan.fused_backward:
-        members = _members(parameters_by_name, plan, rounding, placement)
+        members = []
+        for rate in dict.fromkeys(rates.get(name) for name in parameters_by_name):
+            parameters = {n: p for n, p in parameters_by_name.items() if rates.get(n) == rate}
+            plan_of_rate = plan
+            if rate is not None:
+                kind = plan.kind if OPTIMIZERS[plan.kind].own_rate is None else USUAL_OPTIMIZER
+                plan_of_rate = plan.model_copy(update={"learning_rate": rate, "kind": kind})
+            members += _members(parameters, plan_of_rate, rounding, placement)
         return OptimizersContainer(
             members,
             names,

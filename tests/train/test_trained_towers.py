@@ -1,0 +1,161 @@
+"""Runs that train what reads pictures: their gradients, checkpoints, adapters and ranks."""
+
+import pytest
+import torch
+from peft import PeftModel
+from plans_for_tests import tiny_plan
+from runs_of_the_loop import Run, resumed_bitwise
+from safetensors.torch import load_file
+from torch.testing import assert_close
+from transformers import AutoModelForImageTextToText
+
+from bloomery.data.loader import Loader
+from bloomery.data.order import Cursor
+from bloomery.facts.pictures import is_projector, vision_of
+from bloomery.infer.forward import forward
+from bloomery.model.configs import read_config
+from bloomery.model.forward_input import ALL_LOGITS
+from bloomery.plan.types import VisionPlan
+from bloomery.recipe.schema import Lora, NoAdapter
+from bloomery.train.state import build_state
+from pictures_for_tests import BLUE, RED, TEXT, prepared_rows, row
+
+# Every second row has no picture, so that some micro-batches have none.
+ROWS = [
+    row(RED, TEXT, answer="red"),
+    row(TEXT, answer="none"),
+    row(BLUE, TEXT, answer="blue"),
+    row(TEXT, answer="no"),
+] * 4
+LORA = {"kind": "lora", "rank": 4, "alpha": 8.0, "target_modules": ["q_proj"]}
+STEPS = {"steps": 5, "micro_batch_size": 1, "accumulation": 3, "tokens_per_step": 768}
+
+
+def plan_of(folder, prepared, *, vision=None, adapter=None, **sections):
+    base = folder / "base"
+    parts = {
+        "model": {"source": base},
+        "data": {"sequence_length": 256, "layout": "padded"},
+        "train": STEPS,
+        "eval": {"every_steps": None},
+    }
+    for name, changes in sections.items():
+        parts[name] = parts.get(name, {}) | changes
+    plan = tiny_plan(prepared, config=read_config(base), **parts)
+    rates = {"learning_rate": 0.005, "projector_learning_rate": 0.01}
+    return plan.model_copy(
+        update={
+            "adapter": NoAdapter() if adapter is None else Lora(**LORA, **adapter),
+            "vision": VisionPlan(**rates, **(vision or {})),
+        }
+    )
+
+
+FIRST_STAGE = {"train": "projector", "freeze_language_model": True}
+RUNS = {
+    "first stage": ({"vision": FIRST_STAGE}, {"projector"}),
+    "tower": ({"vision": {"train": "tower"}}, {"tower", "text"}),
+    "all": (
+        {"vision": {"train": "all"}, "train": {"ema_decay": 0.5}},
+        {"tower", "projector", "text"},
+    ),
+    "lora and projector": ({"vision": {"train": "projector"}, "adapter": {}}, {"projector"}),
+    "lora on all": ({"adapter": {"vision": "all", "dropout": 0.1}}, set()),
+    "recomputed": (
+        {"vision": {"train": "all"}, "train": {"activation_checkpointing": "full"}},
+        {"tower", "projector", "text"},
+    ),
+}
+
+
+def part_of(kind, name):
+    if name.startswith(("lm_head.", "model.language_model.", "model.text_model.")):
+        return "text"
+    return "projector" if is_projector(kind, name) else "tower"
+
+
+def stored(folder):
+    tensors = {}
+    for file in folder.glob("model*.safetensors"):
+        tensors |= load_file(file)
+    return tensors
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("kind", ["smolvlm", "qwen3_vl"])
+def test_a_run_resumes_to_the_same_bits_and_frozen_parts_stay(name, kind, tmp_path):
+    sections, trained = RUNS[name]
+    prepared = prepared_rows(tmp_path, ROWS, kind=kind, weights=True)
+    plan = plan_of(tmp_path, prepared, **sections)
+    run = resumed_bitwise(plan, tmp_path)
+    if "adapter" in sections:
+        return
+    base, tuned = stored(tmp_path / "base"), stored(run.checkpoint(5))
+    assert base.keys() == tuned.keys()
+    changed = {each for each, tensor in base.items() if not torch.equal(tensor, tuned[each])}
+    assert {part_of(kind, each) for each in changed} == trained
+    # What is added after the last layer of the language model reaches no token of an answer.
+    last = "deepstack_merger_list.1." if kind == "qwen3_vl" else "nothing"
+    same = [each for each in base.keys() - changed if part_of(kind, each) in trained]
+    assert all(last in each for each in same), same
+
+
+def logits_of(theirs, batch):
+    token = vision_of(theirs.config.to_dict()).image_token_id
+    kinds = {}
+    if theirs.config.model_type.startswith("qwen"):
+        kinds = {"mm_token_type_ids": (batch.tokens == token).long()}
+    if theirs.config.model_type == "gemma3":
+        kinds = {"token_type_ids": (batch.tokens == token).long()}
+    inputs = {name: value for name, value in batch.pictures.inputs.items() if name != "num_crops"}
+    is_real = (batch.documents >= 0).long()
+    with torch.no_grad():
+        return theirs(input_ids=batch.tokens, attention_mask=is_real, **inputs, **kinds).logits
+
+
+def opened(folder):
+    return AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
+
+
+ADAPTERS = {
+    "lora on all": {"adapter": {"vision": "all"}},
+    "lora on the tower, projector in full": {
+        "adapter": {"vision": "tower", "rank_pattern": {"q_proj": 2}},
+        "vision": {"train": "projector"},
+    },
+    "tower in full": {"adapter": {}, "vision": {"train": "tower"}},
+}
+CASES = [
+    ("smolvlm", "lora on all"),
+    ("qwen3_vl", "lora on all"),
+    ("qwen3_vl", "lora on the tower, projector in full"),
+    ("gemma3", "lora on the tower, projector in full"),
+    ("qwen3_5", "tower in full"),
+    ("gemma3", "tower in full"),
+    ("gemma4", "lora on all"),
+    ("mistral3", "lora on all"),
+    ("internvl", "lora on the tower, projector in full"),
+]
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_an_adapter_opens_in_peft_on_the_whole_model(kind, name, tmp_path):
+    prepared = prepared_rows(tmp_path, ROWS, kind=kind, weights=True)
+    plan = plan_of(tmp_path, prepared, **ADAPTERS[name])
+    run = Run(plan, tmp_path / "run")
+    state = build_state(plan, resume_from=run.checkpoint(5))
+    state.model.eval()
+    loader = Loader(prepared, sequence_length=256, layout="padded", seed=0)
+    batches = [loader.batch(Cursor(0, first), 1) for first in range(4)]
+    batch = next(each for each in batches if each.pictures is not None)
+    with torch.no_grad():
+        logits = forward(state.model, batch, ALL_LOGITS, precision="float32").head
+    is_real = batch.documents >= 0
+    base = opened(tmp_path / "base")
+    before = logits_of(base, batch)
+    tuned = PeftModel.from_pretrained(base, run.checkpoint(5)).eval()
+    made = logits_of(tuned, batch)
+    assert (made - before)[is_real].abs().max() > 1e-2
+    assert_close(made[is_real], logits[is_real], atol=1e-4, rtol=1e-4)
