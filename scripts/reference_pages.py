@@ -28,9 +28,11 @@ from bloomery.facts.columns import (
     LISTS,
     MARKERS,
     MASKED_KEYS,
-    MEDIA,
+    PICTURE_FILES,
+    PICTURES,
     THINKING_KEYS,
     TRAINED_KEYS,
+    UNREAD_MEDIA,
     UNUSED,
 )
 from bloomery.facts.objectives import OBJECTIVES
@@ -172,6 +174,10 @@ SAMPLES: dict[str, list[dict[str, Any]]] = {  # of each format of FORMATS
             "history": [["Translate hello to German.", "Hallo"]],
         },
     ],
+    "captions": [
+        {"file_name": "scans/0001.png", "caption": "A receipt of a bakery, 23.50."},
+        {"image": "scans/0002.png", "caption": "A parking ticket."},
+    ],
     "completion": [
         {"prompt": "The capital of Norway is", "completion": " Oslo."},
         {"prompt": TURNS[:1], "completion": TURNS[1:]},
@@ -196,6 +202,9 @@ ABOUT = {
     "sharegpt": "A chat dataset with `from` and `value`. A column `system` may hold the system message.",
     "alpaca": "An instruction dataset: a prompt and its response. `input` follows `instruction` on a line of its own. "
     "`system` and `history` are LLaMA-Factory's.",
+    "captions": "A picture and the text that describes it: the user shows the picture, and the text is the answer. "
+    "`prompt` may hold a question, else the picture stands alone. Folders of `datasets` (`metadata.jsonl`), WebDataset "
+    "archives and texts beside pictures are read so: [Train on pictures](../how-to/pictures.md).",
     "completion": "TRL's prompt-completion dataset, as text or as messages. Labels of the prompt are masked.",
     "kto": "A KTO dataset: each response has a label, true for desirable, false for undesirable. A conversation with a "
     "label, of which the last response is meant, is read, too.",
@@ -216,6 +225,7 @@ Set `data.path` to a dataset: a file, a folder or a Hub id. `bloomery prepare RE
 | chat dataset | OpenAI messages, ChatML conversations, Axolotl's `chat_template` | [`messages`](#messages) |
 | chat dataset with `from` and `value` | ShareGPT, Vicuna | [`sharegpt`](#sharegpt) |
 | instruction dataset | Alpaca, LLaMA-Factory's Alpaca with `history` | [`alpaca`](#alpaca) |
+| pictures with captions | imagefolder, WebDataset, LLaVA's pretraining | [`captions`](#captions) |
 | prompt-completion dataset | TRL's prompt-completion | [`completion`](#completion) |
 | preference dataset | DPO, ORPO, IPO, SimPO and reward pairs; UltraFeedback | [`preference`](#preference) |
 | KTO dataset | unpaired preference, binary labels | [`kto`](#kto) |
@@ -288,7 +298,9 @@ Keys of a turn, besides its role and its text:
 | {detail} | refused: a turn is trained on as a whole |
 | another key | listed: `not read   in turns: tool_plan` |
 
-Pictures, sound and video are refused, as columns ({media}) and as markers ({markers}).
+Pictures are in parts of turns, or in a column ({pictures}; {files} where it names pictures).
+[Train on pictures](../how-to/pictures.md) has the forms.
+They need a model that sees them. Sound and video are refused, as columns ({media}) and as markers ({markers}).
 Set `data.on_error=skip` to leave such rows out.
 
 These columns have a meaning in other tools, and are listed as not read:
@@ -303,7 +315,7 @@ def formats_page() -> str:
     rows = []
     for name, row_format in FORMATS.items():
         required_roles = row_format.required_roles
-        hidden_roles = {*required_roles, *MEDIA_ROLES}  # pictures are refused in every format
+        hidden_roles = {*required_roles, *MEDIA_ROLES}  # pictures, in every format
         optional_roles = [role for role in row_format.roles if role not in hidden_roles]
         cells = (_names(required_roles), _names(optional_roles), _names(takers(name)))
         rows.append(f"| [`{name}`](#{name}) | {' | '.join(cells)} |")
@@ -337,8 +349,10 @@ def names_of_columns() -> str:
         masked=_names(MASKED_KEYS),
         thinking=_names(THINKING_KEYS),
         detail=_names(DETAIL_KEYS),
-        media=_names(MEDIA),
-        markers=_names(MARKERS),
+        pictures=_names(PICTURES),
+        files=_names(PICTURE_FILES),
+        media=_names(UNREAD_MEDIA),
+        markers=_names(MARKERS[1:]),
         unused="\n".join(unused),
     )
 

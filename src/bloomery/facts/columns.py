@@ -56,6 +56,8 @@ COLUMN_NAMES: dict[str, tuple[str, ...]] = {
     "input": ("input", "context", "passage"),
     "system": ("system", "system_prompt", "system_message", "system_instruction"),
     "history": ("history",),
+    # Of a picture: what describes it. `text` is plain text without a picture.
+    "caption": ("caption", "captions", "text", "description"),
     "tools": ("tools", "functions"),
     # Of one response, whether it is desirable: TRL's and ms-swift's label, LLaMA-Factory's kto_tag.
     "label": ("label", "kto_tag", "desirable", "is_desirable"),

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from bloomery.data.sources.formats import ALL_ROLES, PROMPTS, RequiredFormat
+from bloomery.data.sources.picture_columns import picture_column
 from bloomery.data.sources.rows import Columns, cells_of, list_column
 from bloomery.data.sources.turns import ROLES, parsed
 from bloomery.facts.columns import (
@@ -70,7 +71,25 @@ def _recognized(
         return "completion", _other_names(cells, named, ("prompt", "completion"), {})
     if exact["instruction"] in cells and exact["output"] in cells:
         return "alpaca", _other_names(cells, named, ("instruction", "output"), {})
-    return conversation
+    return conversation or _captioned(cells, named)
+
+
+def _captioned(cells: Mapping[str, Any], named: Columns) -> tuple[str, dict[str, str]] | None:
+    """The format of a row with a picture and a text that describes it, and with no question and answer."""
+    pictures = picture_column(cells, named)
+    if pictures is None:
+        return None
+    texts = {name: value for name, value in cells.items() if isinstance(value, str | list)}
+    caption = named_column("caption", named) or first_name(COLUMN_NAMES["caption"], texts)
+    if caption is None or caption not in cells:
+        return None
+    # A link beside a text is what pages of the web have, and no picture of that text.
+    if caption.lower() == "text" and "://" in str(cells[pictures])[:40]:
+        return None
+    sides = (*COLUMN_NAMES["instruction"], *COLUMN_NAMES["output"])
+    if not named and first_name(sides, texts) is not None:
+        return None
+    return "captions", dict(named)
 
 
 def _conversation(
@@ -167,7 +186,7 @@ _NESTED = ("list<", "large_list<", "struct<")  # a conversation may be in a colu
 
 def like_examples(columns: Collection[str]) -> bool:
     """Whether names of columns are those of conversations, of prompts and responses, or of pairs."""
-    usual_names = {*known_columns(), *ALL_ROLES} - set(MEDIA)
+    usual_names = {*known_columns(), *ALL_ROLES} - {*MEDIA, *COLUMN_NAMES["caption"]}
     return any(name.lower() in usual_names for name in columns)
 
 

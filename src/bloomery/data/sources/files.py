@@ -13,13 +13,26 @@ from typing import Any
 from bloomery.core.errors import UserError, one_line
 from bloomery.core.text import closest
 from bloomery.core.units import counted
+from bloomery.data.sources.picture_files import (
+    CAPTIONED,
+    WEBDATASET,
+    is_picture,
+    picture_beside,
+    with_pictures_beside,
+)
 from bloomery.data.sources.plugin_formats import is_row_format
 from bloomery.data.sources.readers import COMPRESSED
 from bloomery.data.sources.splits import Division, divide, split_of
 from bloomery.hub import PREFIX, data_place
 from bloomery.recipe.schema import Source
 
-DATA = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
+DATA = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".tar": WEBDATASET,
+}
 # Data or configuration, depending on the other files.
 TABLES = {".json": "json", ".csv": "csv", ".tsv": "tsv"}
 TEXT = {".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".tex": "text"}
@@ -94,7 +107,7 @@ def _listed(source: Source, *, rows: bool) -> list[SourceFile]:
     )
     if not candidates:
         raise _nothing(root, source.glob, names)
-    return [_file(source, root, shown_root, name) for name in _divided(source, candidates).train]
+    return _files(source, root, shown_root, _divided(source, candidates).train, rows=rows)
 
 
 def _divided(source: Source, names: list[str]) -> Division:
@@ -111,10 +124,25 @@ def _divided(source: Source, names: list[str]) -> Division:
     return Division(sorted({*division.train, *code}), division.others)
 
 
-def _file(source: Source, root: Path, shown_root: Path, name: str) -> SourceFile:
-    return SourceFile(
-        root / name, name, _format(root / name, source.format), str(shown_root / name)
-    )
+def _files(
+    source: Source, root: Path, shown_root: Path, names: list[str], *, rows: bool
+) -> list[SourceFile]:
+    """`rows`: for conversations, where a text beside a picture of its name is what describes it."""
+    texts = rows and source.format == "auto"
+    captions = {name for name in names if texts and _is_caption(root / name)}
+    return [
+        SourceFile(
+            root / name,
+            name,
+            CAPTIONED if name in captions else _format(root / name, source.format),
+            str(shown_root / name),
+        )
+        for name in names
+    ]
+
+
+def _is_caption(path: Path) -> bool:
+    return suffix_of(path) in TEXT and picture_beside(path) is not None
 
 
 def _shown(name: str, root: Path) -> Path:
@@ -174,6 +202,8 @@ def _recognized(names: list[str], *, rows: bool) -> list[str]:
     texts = [name for name in names if suffixes[name] in TEXT or suffixes[name] in CODE]
     tables = [name for name in names if suffixes[name] in TABLES]
     described = all(Path(name).name.lower().startswith(_DESCRIPTIONS) for name in texts)
+    if rows and not data and (captions := with_pictures_beside(texts, names)):
+        return captions
     return data or (tables if rows and described else []) or texts or tables
 
 
@@ -198,7 +228,7 @@ def other_splits(source: Source, *, rows: bool = False) -> dict[str, list[Source
     )
     divided = _divided(source, candidates).others if candidates else {}
     return {
-        split: [_file(source, root, shown_root, name) for name in names]
+        split: _files(source, root, shown_root, names, rows=rows)
         for split, names in divided.items()
     }
 
@@ -276,6 +306,13 @@ def _nothing(root: Path, glob: str | None, names: list[str]) -> UserError:
     if not names:
         return UserError(
             "the folder is empty", where=f"data.path: {root}", fix="add files, or set data.path"
+        )
+    if not glob and any(map(is_picture, names)):
+        return UserError(
+            "the folder has pictures, and no file that says what is in them",
+            where=f"data.path: {root}",
+            fix='add metadata.jsonl with rows such as {"file_name": "a.png", "text": "A red box."}, or a.txt beside'
+            " a.png",
         )
     suffixes = Counter(suffix_of(Path(name)) for name in names).most_common(3)
     kinds = ", ".join(f"{count} {suffix or 'without a suffix'}" for suffix, count in suffixes)

@@ -102,6 +102,22 @@ def _answer_calls(row: Row) -> tuple[dict[str, Any], ...]:
     return message.calls
 
 
+def _captions(row: Row) -> Example:
+    """A picture and what describes it: a turn with the picture alone, and the text as its answer."""
+    value, location = row.cell("caption")
+    texts = parsed(value)
+    if isinstance(texts, list) and len(texts) > 1:
+        fix = "write a row for each, or set data.on_error=skip"
+        raise BadRow(location, f"has {len(texts)} texts for one picture", fix)
+    caption = text_of(texts[0] if isinstance(texts, list) and texts else value, location)
+    if not caption.strip():
+        raise BadRow(location, "is empty")
+    if picture_column(row.cells, row.named) is None:
+        raise BadRow(row.where, "has a caption and no picture")
+    turns = (Message("user", row.text("prompt")), Message("assistant", caption))
+    return Example(row.where, "chat", (), (row.with_system(turns),))
+
+
 def _completion(row: Row) -> Example:
     example = _prompt_and_completion(row)
     _refuse_undesirable(row)
@@ -127,7 +143,7 @@ def _prompts(row: Row) -> Example:
     columns = {
         name: plain_json(value, f"{row.where}, {name}")
         for name, value in row.unparsed.items()
-        if name not in (row.column("prompt"), picture_column(row))
+        if name not in (row.column("prompt"), picture_column(row.cells, row.named))
     }
     return Example(row.where, "prompt", prompt, (), tools=row.tools(), columns=columns)
 
@@ -328,6 +344,7 @@ FORMATS = {
         ("instruction", "output"),
         ("instruction", "input", "output", "system", "history", "label", "tools", *MEDIA_ROLES),
     ),
+    "captions": Format(_captions, ("caption",), ("caption", "prompt", "system", *MEDIA_ROLES)),
     "completion": Format(
         _completion,
         ("prompt", "completion"),

@@ -1,14 +1,15 @@
 """Pictures of a row: those of its columns take the places that its turns mark, as TRL, LLaVA and LLaMA-Factory do."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from bloomery.core.units import counted
 from bloomery.data.examples import PICTURE, BadRow, Example, Message, Turns, num_pictures
 from bloomery.data.pictures.references import located, references_of
-from bloomery.data.sources.rows import Row
+from bloomery.data.sources.rows import Columns, Row
 from bloomery.data.sources.turns import parsed
 from bloomery.facts.columns import PICTURE_FILES, PICTURE_SUFFIXES, PICTURES, is_empty
 
@@ -22,7 +23,7 @@ def with_pictures(example: Example, row: Row) -> Example:
     The pictures of a row whose turns mark no place come before its first user turn, as in TRL. Raises BadRow where
     places and pictures do not go together.
     """
-    column = picture_column(row)
+    column = picture_column(row.cells, row.named)
     references = list[str]()
     if column is not None:
         row.taken["images"] = column
@@ -62,17 +63,17 @@ def _unequal(num_places: int, num_pictures: int, column: str | None, where: str)
     )
 
 
-def picture_column(row: Row) -> str | None:
+def picture_column(cells: Mapping[str, Any], columns: Columns) -> str | None:
     """The column with the pictures of a row: that of data.columns, else one of a usual name that holds something."""
-    named = row.named.get("images")
+    named = columns.get("images")
     if named is not None:
-        return None if is_empty(row.cells.get(named)) else named
-    columns = {str(column).lower(): str(column) for column in row.cells}
-    found = (columns.get(name) for name in PICTURES)
-    column = next((name for name in found if name and not is_empty(row.cells[name])), None)
+        return None if is_empty(cells.get(named)) else named
+    names = {str(column).lower(): str(column) for column in cells}
+    found = (names.get(name) for name in PICTURES)
+    column = next((name for name in found if name and not is_empty(cells[name])), None)
     if column is not None:
         return column
-    return next((name for name in PICTURE_FILES if _names_files(row.cells.get(name))), None)
+    return next((name for name in PICTURE_FILES if _names_files(cells.get(name))), None)
 
 
 def _names_files(value: object) -> bool:

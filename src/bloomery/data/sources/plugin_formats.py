@@ -12,6 +12,12 @@ from typing import Any
 from bloomery.core.plugins import Plugin, find_plugin
 from bloomery.data.examples import BadRow, kind_of
 from bloomery.data.sources.formats import FORMATS
+from bloomery.data.sources.picture_files import (
+    CAPTIONED,
+    WEBDATASET,
+    read_captioned,
+    read_webdataset,
+)
 from bloomery.data.sources.readers import Value, read_values
 
 # Makes of a row of the dataset a row in a format of Bloomery; raises for a row that it cannot read.
@@ -37,11 +43,22 @@ def read_rows(
     """
     plugin = format_plugin(format)
     if plugin is None:
-        yield from read_values(path, name, file_format, columns)
+        yield from _values(path, name, file_format, columns)
         return
     converter = plugin.load_function()
-    for value in read_values(path, name, file_format):
+    for value in _values(path, name, file_format):
         yield _converted(value, converter, plugin) if isinstance(value, Value) else value
+
+
+def _values(
+    path: Path, name: str, file_format: str, columns: list[str] | None = None
+) -> Iterator[Value | BadRow]:
+    if file_format == CAPTIONED:
+        yield from read_captioned(path, name)
+    elif file_format == WEBDATASET:
+        yield from read_webdataset(path, name)
+    else:
+        yield from read_values(path, name, file_format, columns)
 
 
 def _converted(value: Value, converter: RowConverter, plugin: Plugin) -> Value | BadRow:
