@@ -12,9 +12,10 @@ import pytest
 
 from bloomery.core.device import accelerator_type, cap_memory, num_devices
 
-# Helpers of the tests of plans and simulations, and of the benchmarks, are used here too.
+# Helpers of the tests of plans, simulations and the check, and of the benchmarks, are used here too.
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / place) for place in ("tests/simulate", "tests/plan", "benchmarks")]
+HELPERS = ("tests/simulate", "tests/plan", "tests/check", "benchmarks")
+sys.path[:0] = [str(ROOT / place) for place in HELPERS]
 
 described = os.environ.get("BLOOMERY_SIMULATED", "")
 vendor = described.partition(",")[0].partition(":")[0]

@@ -44,6 +44,22 @@ def test_gradients_do_not_depend_on_where_activations_wait(mode: str) -> None:
     assert all(map(torch.equal, stayed, left))
 
 
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_no_activation_comes_back_for_nobody(mode: str) -> None:
+    """Backward asks for few of them again after it let them go: 19% of the bytes without checkpointing."""
+
+    def copied(*, offloaded: bool) -> tuple[int, int]:
+        before = simulated.stats()
+        gradients(mode, offloaded=offloaded)
+        after = simulated.stats()
+        return after.copied_out - before.copied_out, after.copied_in - before.copied_in
+
+    out_of_all, into_all = copied(offloaded=True)
+    out_of_others, into_others = copied(offloaded=False)
+    num_sent, num_fetched = out_of_all - out_of_others, into_all - into_others
+    assert 0 < num_sent <= num_fetched < 1.25 * num_sent
+
+
 def ones_in_the_memory_of(abandon: Callable[[torch.Tensor], object]) -> bool:
     """Whether a tensor in the memory of one that `abandon` was given last keeps what is written to it."""
     abandoned = torch.zeros(COUNT, device=DEVICE)

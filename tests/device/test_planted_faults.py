@@ -83,8 +83,13 @@ print(float(x.sum()))
 
 @pytest.mark.parametrize("other", ["cpu", "cuda:1"])
 def test_a_tensor_of_another_device(other: str) -> None:
-    with pytest.raises(RuntimeError, match=f"same device.*cuda:0 and {other}"):
-        values() + torch.ones(COUNT, device=other)
+    """PyTorch itself looks at those of an elementwise operator; at those of a product its kernel does."""
+    square = torch.ones(8, 8, device=other)
+    torch.cuda.synchronize(1)
+    ones = values(1, count=64).view(8, 8)
+    for work in (lambda: ones + square, lambda: ones @ square):
+        with pytest.raises(RuntimeError, match=f"same device.*cuda:0 and {other}"):
+            work()
     assert (values() + torch.tensor(1.0)).device.index == 0, "a number of the host may be anywhere"
 
 

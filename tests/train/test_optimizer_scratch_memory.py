@@ -1,5 +1,7 @@
 """An update holds a few pieces beside weights, gradients and states, however large a matrix is, and however many."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from benchmarks.memory_tracker import peak_bytes
@@ -11,7 +13,7 @@ from bloomery.train.optim import common as optim_pieces
 from bloomery.train.optim.adamw import ChunkedAdamW
 from bloomery.train.optim.build import build_optimizer
 from bloomery.train.optim.common import Gate
-from bloomery.train.optim.muon import Muon
+from bloomery.train.optim.muon import Muon, orthogonalize_shards
 
 PIECE = 2**16
 ROUNDED = {"stochastic_rounding": True}
@@ -60,3 +62,17 @@ def test_muon_iterates_in_two_stacks_and_their_gram_matrices(monkeypatch, shape,
     )
     assert planned == stacks * 4 * sum(parameter.numel() for parameter in model)
     assert peak_bytes(member.step) == pytest.approx(planned, rel=0.02)
+
+
+def test_nothing_of_the_exchange_is_held_while_shards_iterate():
+    """As without shards: two stacks and their Gram matrices, here of the size of a stack."""
+    matrices = torch.randn(16, 128, 128)
+    mesh = SimpleNamespace(
+        holders=1, holder_rank=0, all_to_all_shards=lambda flat, *_: flat.clone()
+    )
+    shapes = [(128, 128)] * 16
+
+    def update():
+        orthogonalize_shards(iter(matrices), shapes, [[128]] * 16, mesh, torch.float32)
+
+    assert peak_bytes(update) == pytest.approx(3 * matrices.nbytes, rel=0.02)
