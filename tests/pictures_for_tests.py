@@ -2,6 +2,8 @@
 
 import io
 import json
+import struct
+import zlib
 from pathlib import Path
 
 import torch
@@ -30,6 +32,20 @@ def png(width: int = 40, height: int = 60, color: str = "red") -> bytes:
     stream = io.BytesIO()
     Image.new("RGB", (width, height), color).save(stream, "PNG")
     return stream.getvalue()
+
+
+def bomb(side: int) -> bytes:
+    """A PNG whose header says side x side, of a few bytes."""
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        checksum = zlib.crc32(kind + content)
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", checksum)
+
+    rows = zlib.compress(b"\0" * 100)
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+    )
 
 
 def row(*parts: dict, answer: str = "red") -> dict:

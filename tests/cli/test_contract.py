@@ -166,6 +166,8 @@ FLAGS = {
         "--max-new-tokens",
         "--max-seconds",
         "--max-body",
+        "--max-images",
+        "--allowed-local-media-path",
         "--step",
         "-d",
         "--devices",

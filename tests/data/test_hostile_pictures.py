@@ -2,9 +2,7 @@
 
 import io
 import random
-import struct
 import time
-import zlib
 from base64 import b64encode
 
 import numpy as np
@@ -15,6 +13,7 @@ from bloomery.data.examples import BadRow
 from bloomery.data.pictures import sandbox_worker
 from bloomery.data.pictures.reader import PictureReader
 from bloomery.data.pictures.references import OWN_DATA, reference_of
+from pictures_for_tests import bomb
 
 WIDTH, HEIGHT = 48, 32
 
@@ -28,20 +27,6 @@ def saved(picture: Image.Image, form: str = "PNG", **settings) -> bytes:
 def colors() -> Image.Image:
     rng = np.random.default_rng(0)
     return Image.fromarray(rng.integers(0, 255, (HEIGHT, WIDTH, 3), dtype=np.uint8), "RGB")
-
-
-def bomb(side: int) -> bytes:
-    """A PNG whose header says side x side, of a few bytes."""
-    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
-
-    def chunk(kind: bytes, content: bytes) -> bytes:
-        checksum = zlib.crc32(kind + content)
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", checksum)
-
-    rows = zlib.compress(b"\0" * 100)
-    return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
-    )
 
 
 ROTATED = Image.Exif()

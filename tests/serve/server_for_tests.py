@@ -13,13 +13,14 @@ from typing import Any
 import uvicorn
 
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
+from bloomery.infer.model_folder import find_model
 from bloomery.model.adapters.many import Adapters
 from bloomery.model.io.weights import load_decoder
 from bloomery.serve.app import Server
 from bloomery.serve.engine import Engine
 from bloomery.serve.limits import Limits
 from bloomery.serve.listen import uvicorn_config
-from bloomery.serve.served import Served, serve_loaded
+from bloomery.serve.served import Served, opened_eyes, serve_loaded
 
 LIMITS = Limits(slots=4, context=120, new_tokens=100, queue=200, seconds=60, body_bytes=20_000)
 
@@ -46,7 +47,7 @@ def running(
     adapters: dict[str, Path] | None = None,
     token: str | None = None,
     defaults: dict[str, Any] | None = None,
-    template: str = "chatml",
+    template: str | None = "chatml",
 ) -> Iterator[Running]:
     with ExitStack() as stack:
         models = []
@@ -54,7 +55,10 @@ def running(
             decoder = load_decoder(folder)
             many = Adapters(decoder, adapters) if adapters else None
             tokenizer = load_tokenizer(folder)
-            models.append(serve_loaded(decoder, tokenizer, name, limits, stack, template, many))
+            eyes = opened_eyes(decoder, find_model(folder), print)
+            models.append(
+                serve_loaded(decoder, tokenizer, name, limits, stack, template, many, eyes)
+            )
         engine = stack.enter_context(Engine(models, limits))
         endpoints = Server(engine, token=token, defaults=defaults)
         app = endpoints.app(("127.0.0.1", "localhost"))

@@ -368,7 +368,7 @@ class TestResponses:
                         {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}
                     ]
                 },
-                "images",
+                "reads text alone",
             ),
             ({"temperature": 3}, "temperature"),
             ({"input": []}, "input"),

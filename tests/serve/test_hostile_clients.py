@@ -350,8 +350,13 @@ class TestAnswers:
                         }
                     ]
                 },
+                "messages",
+                "tiny reads text alone",
+            ),
+            (
+                {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
                 "messages.0.content",
-                "images are not supported",
+                "audio is not supported",
             ),
             ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "valid string"),
             ({"logit_bias": {"a": 5}}, "logit_bias", "token ids"),

@@ -240,7 +240,11 @@ class TestTools:
 
 
 class TestErrors:
-    IMAGE: ClassVar = {"type": "image", "source": {"type": "base64", "media_type": "image/png"}}
+    IMAGE: ClassVar = {
+        "type": "image",
+        "source": {"type": "base64", "media_type": "image/png", "data": "AA=="},
+    }
+    FILE: ClassVar = {"type": "image", "source": {"type": "file", "file_id": "file_1"}}
 
     @pytest.mark.parametrize(
         ("body", "status", "kind", "words"),
@@ -251,7 +255,13 @@ class TestErrors:
                 {"messages": [{"role": "user", "content": [IMAGE]}]},
                 400,
                 "invalid_request_error",
-                "images are not supported",
+                "reads text alone",
+            ),
+            (
+                {"messages": [{"role": "user", "content": [FILE]}]},
+                400,
+                "invalid_request_error",
+                "a source of type 'file' is not supported",
             ),
             (
                 {"messages": [*TURNS, {"role": "assistant", "content": "{"}]},

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -348,9 +349,22 @@ def _prompts(prompt: str | None, prompts: Path | None) -> list[str]:
     "--max-body",
     "body_bytes",
     type=click.IntRange(1),
-    default=2**21,
+    help="Limit a request's size in bytes [default: 2 MiB; 32 MiB with images].",
+)
+@click.option(
+    "--max-images",
+    "pictures",
+    type=click.IntRange(0, 1000),
+    default=16,
     show_default=True,
-    help="Limit a request's size in bytes.",
+    help="Limit a request's images; 0: none are read.",
+)
+@click.option(
+    "--allowed-local-media-path",
+    "media_folder",
+    metavar="FOLDER",
+    type=click.Path(path_type=Path),
+    help="Let requests name image files in this folder.",
 )
 @step_option
 @devices_option
@@ -369,7 +383,9 @@ def serve_command(
     context: int | None,
     new_tokens: int,
     seconds: float,
-    body_bytes: int,
+    body_bytes: int | None,
+    pictures: int,
+    media_folder: Path | None,
     step: str,
     devices: str,
     quantize: str | None,
@@ -392,13 +408,18 @@ def serve_command(
     from bloomery.serve.address import bound, token_for, url_for_others
 
     token = token_for(host, os.environ)
+    if media_folder is not None and not media_folder.is_dir():
+        problem = "there is no such folder"
+        fix = "name the folder of the images that requests may name"
+        where = f"--allowed-local-media-path {media_folder}"
+        raise UserError(problem, where=where, fix=fix, code=2)
     if not math.isfinite(seconds):
         problem = f"--max-seconds is {seconds}"
         fix = "pass a number of seconds"
         raise UserError(problem, where="--max-seconds", fix=fix, code=2)
     with bound(host, port) as listener, ExitStack() as stack, text_flags():
         use = chosen_use(devices, quantize)
-        from bloomery.serve.limits import Limits
+        from bloomery.serve.limits import SEEING_BODY, Limits
         from bloomery.serve.listen import serve
         from bloomery.serve.served import load_served
 
@@ -409,7 +430,8 @@ def serve_command(
             new_tokens=new_tokens,
             queue=queue,
             seconds=seconds,
-            body_bytes=body_bytes,
+            pictures=pictures,
+            media_folder=media_folder,
         )
         served_models = [
             load_served(
@@ -433,6 +455,12 @@ def serve_command(
             problem = "two models have one name"
             raise UserError(problem, where=", ".join(names), fix="rename a folder", code=2)
         echo("models     " + ", ".join(names), err=True)
+        seeing_names = [model.name for model in served_models if model.intake is not None]
+        if seeing_names:
+            echo("images     " + ", ".join(seeing_names), err=True)
+        if body_bytes is None:
+            body_bytes = SEEING_BODY if seeing_names else limits.body_bytes
+        limits = replace(limits, body_bytes=body_bytes)
 
         def announce(url: str) -> None:
             echo(f"serving    {url}  (API: {url}v1, Ctrl+C ends it)", err=True)

@@ -1,6 +1,7 @@
 """The HTTP side of the server: the endpoints of OpenAI and Anthropic, /health, /metrics and the page."""
 
 import asyncio
+import itertools
 import json
 import re
 import secrets
@@ -28,6 +29,7 @@ from starlette.types import ASGIApp
 
 from bloomery.core.errors import UserError
 from bloomery.data.chat.thoughts import has_thought, is_thinking
+from bloomery.data.examples import Message
 from bloomery.infer.grammar import JsonText
 from bloomery.infer.sampling import Sampling, known_ids
 from bloomery.serve.answers import Answer, ChatShape, CompletionShape, failed
@@ -35,9 +37,10 @@ from bloomery.serve.embeddings import MOST_INPUTS, Embedding, EmbeddingsRequest,
 from bloomery.serve.engine import End, Engine, Job, Piece, QueueFull, Work
 from bloomery.serve.guard import MESSAGES, Guard, http_error, refused
 from bloomery.serve.kept import KeptResponses
-from bloomery.serve.limits import MOST_OPEN_BODIES, Refused
+from bloomery.serve.limits import Refused
 from bloomery.serve.messages import CountRequest, MessageShape, MessagesRequest
 from bloomery.serve.parameters import B, Json, parsed
+from bloomery.serve.pictures import picture_reference, refuse_count
 from bloomery.serve.prompt_scores import PromptScores, Scores
 from bloomery.serve.requests import (
     MOST_STOPS,
@@ -61,6 +64,7 @@ PROMPT_END = 16  # tokens that show whether a prompt begins a thought
 BODY_SECONDS = 30.0  # for a client to send its request
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
+    "img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 Result = TypeVar("Result")
@@ -182,6 +186,7 @@ class Server:
             "max_model_len": model.context,
             "parent": model.name if adapter else None,
             "chat": model.form is not None,
+            "input_modalities": ["text"] if model.intake is None else ["text", "image"],
         }
         created = datetime.fromtimestamp(self.begun, UTC).isoformat().replace("+00:00", "Z")
         anthropic = {
@@ -274,6 +279,7 @@ class Server:
             raise Refused(400, problem, parameter="messages")
         variables = self._variables(model, params)
         messages = [turn.message() for turn in params.messages]
+        messages, num_pictures = self._with_references(model, messages)
         offered = params.offered_tools
         num_bytes = sum(len(turn.content.encode()) for turn in messages)
         others = [[turn.calls for turn in messages], offered, variables]
@@ -282,7 +288,7 @@ class Server:
         self._measure(model, num_bytes, "messages")
 
         # How the template writes calls is found once, in the thread of grammars.
-        lane = lane_of(num_bytes)
+        lane: Lane = "pictures" if num_pictures else lane_of(num_bytes)
         tools = None
         try:
             if offered:
@@ -293,9 +299,8 @@ class Server:
             encode = partial(model.encode_chat, messages, offered, lane, variables)
             ids = await self._work(request, lane, encode)
         except UserError as error:
-            raise Refused(
-                400, f"the chat template refuses this: {error.problem}", parameter="messages"
-            ) from error
+            subject = "" if num_pictures else "the chat template refuses this: "
+            raise Refused(400, subject + error.problem, parameter="messages") from error
 
         # The end of the prompt shows whether the answer begins within a thought.
         end = model.tokenizer.decode(ids[-PROMPT_END:])
@@ -315,6 +320,33 @@ class Server:
                 form.inside,
             )
         return Conversation(model, adapter, ids, form, rules)
+
+    def _with_references(
+        self, model: Served, messages: Sequence[Message]
+    ) -> tuple[list[Message], int]:
+        """The messages with what is read in place of the addresses of their pictures, and how many these are.
+
+        Raises Refused for a model that reads text alone, for too many of them, and for what may not be read.
+        """
+        count = sum(len(message.pictures) for message in messages)
+        if count and model.intake is None:
+            problem = (
+                f"{model.name} reads text alone: leave images out, or serve a vision-language model"
+            )
+            raise Refused(400, problem, code="images_not_supported", parameter="messages")
+        refuse_count(count, self.limits)
+        numbers = itertools.count(1)
+        folder = self.limits.media_folder
+        return [
+            replace(
+                message,
+                pictures=tuple(
+                    picture_reference(address, next(numbers), folder)
+                    for address in message.pictures
+                ),
+            )
+            for message in messages
+        ], count
 
     def _variables(self, model: Served, params: ChatRequest) -> Json:
         """What the chat template gets. Raises Refused for a variable that the template does not have.
@@ -489,7 +521,7 @@ class Server:
                             raise Refused(
                                 413, f"the request is larger than {self.limits.body_bytes:,} bytes"
                             )
-                        if self._body_bytes > MOST_OPEN_BODIES * self.limits.body_bytes:
+                        if self._body_bytes > self.limits.open_bytes:
                             raise Refused(
                                 503, "too many large requests; try again later", code="queue_full"
                             )

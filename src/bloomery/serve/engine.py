@@ -10,11 +10,12 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, final
 
 from bloomery.core.errors import UserError
+from bloomery.data.pictures.prompts import PicturePrompt
 from bloomery.infer.decode import Constraint, RunningText, TextUpdate
 from bloomery.infer.grammar import GrammarFailed
 from bloomery.infer.sampling import Sampling
 from bloomery.infer.text import OutputText
-from bloomery.serve.limits import Limits
+from bloomery.serve.limits import MOST_WAITING_BYTES, Limits
 from bloomery.serve.served import Served
 
 
@@ -143,7 +144,9 @@ class Engine:
     def submit(self, jobs: Sequence[Job]) -> None:
         """Raises QueueFull; then none of them is taken."""
         with self._wake:
-            if self._left_waiting(jobs) > self.limits.queue or not self.alive:
+            is_full = self._left_waiting(jobs) > self.limits.queue
+            is_full |= self._waiting_bytes(jobs) > MOST_WAITING_BYTES
+            if is_full or not self.alive:
                 self.counts["requests_refused"] += len(jobs)
                 raise QueueFull
             self._waiting.extend(jobs)
@@ -191,6 +194,15 @@ class Engine:
         jobs_by_model = Counter(id(job.model) for job in (*self._waiting, *jobs))
         free_slots = {id(model): model.slots - len(model.batch.texts) for model in self.models}
         return sum(max(0, count - free_slots[model]) for model, count in jobs_by_model.items())
+
+    def _waiting_bytes(self, jobs: Sequence[Job]) -> int:
+        """Of the pictures of requests that wait; nothing where none does, so that one is always taken."""
+        if not self._waiting:
+            return 0
+        prompts = {id(job.ids): job.ids for job in (*self._waiting, *jobs)}
+        return sum(
+            prompt.num_bytes for prompt in prompts.values() if isinstance(prompt, PicturePrompt)
+        )
 
     def _run(self) -> None:
         while True:

@@ -1,16 +1,20 @@
 """The limits of a server, and how it answers what is beyond them."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 RETRY_SECONDS = 2  # after which a client may ask a full server again
 MOST_OPEN_BODIES = 32  # requests of the largest size that may be read and tokenized at once
+SEEING_BODY = 32 * 2**20  # of a request to a model that sees, where nobody sets another limit
+MOST_OPEN_BYTES = 2**28  # of such requests together
+MOST_WAITING_BYTES = 2**31  # of what towers are given, of requests that wait for a slot
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """`slots`: texts that are decoded at once, per model. `context`: tokens of prompt and output; None: as many as the
     model and the memory allow. `queue`: requests that wait. `seconds`: of a request, waiting included. `body_bytes`: of
-    a request.
+    a request. `pictures`: of a request. `media_folder`: whose files requests may name; None: of none.
     """
 
     slots: int = 8
@@ -19,6 +23,13 @@ class Limits:
     queue: int = 64
     seconds: float = 600.0
     body_bytes: int = 2 * 2**20
+    pictures: int = 16
+    media_folder: Path | None = None
+
+    @property
+    def open_bytes(self) -> int:
+        """Of requests that may be read and tokenized at once."""
+        return max(self.body_bytes, min(MOST_OPEN_BODIES * self.body_bytes, MOST_OPEN_BYTES))
 
     @property
     def requests(self) -> int:

@@ -3,6 +3,7 @@
 import json
 import secrets
 from collections.abc import AsyncIterator, Iterator, Sequence
+from itertools import groupby
 from typing import Annotated, Any, Literal, final
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -16,6 +17,7 @@ from bloomery.serve.requests import (
     MOST_STOPS,
     MOST_TOOLS,
     MOST_TURNS,
+    Address,
     ChatRequest,
     Effort,
     FunctionName,
@@ -27,7 +29,7 @@ from bloomery.serve.served import Served
 from bloomery.serve.thoughts import AnswerForm
 from bloomery.serve.tools import Delta
 
-BLOCKS = ("text", "tool_use", "tool_result", "thinking")
+BLOCKS = ("text", "image", "tool_use", "tool_result", "thinking")
 
 
 class TextBlock(Body):
@@ -35,6 +37,45 @@ class TextBlock(Body):
     text: Text
     cache_control: Any = None
     citations: Any = None
+
+
+class Base64Source(Body):
+    type: Literal["base64"]
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+    data: Address
+
+    @property
+    def address(self) -> str:
+        return f"data:{self.media_type};base64,{self.data}"
+
+
+class AddressSource(Body):
+    type: Literal["url"]
+    url: Address
+
+    @property
+    def address(self) -> str:
+        return self.url
+
+
+def known_source(source: object) -> object:
+    """Raises ValueError for a source that is not supported, in words that name it."""
+    kind = source.get("type") if isinstance(source, dict) else None
+    if isinstance(kind, str) and kind not in ("base64", "url"):
+        raise ValueError(f"a source of type {kind[:40]!r} is not supported; send base64")
+    return source
+
+
+class PictureBlock(Body):
+    type: Literal["image"]
+    source: Annotated[
+        Annotated[Base64Source | AddressSource, Field(discriminator="type")],
+        BeforeValidator(known_source),
+    ]
+    cache_control: Any = None
+
+
+Shown = TextBlock | PictureBlock
 
 
 class CallBlock(Body):
@@ -50,7 +91,7 @@ class CallBlock(Body):
 
 def known_blocks(content: object) -> object:
     """Raises ValueError for a block that is not supported, in words that name it."""
-    refuse_media(content)
+    refuse_media("image")(content)
     for block in content if isinstance(content, list) else ():
         kind = block.get("type") if isinstance(block, dict) else None
         if isinstance(kind, str) and kind not in BLOCKS:
@@ -63,7 +104,10 @@ class ResultBlock(Body):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Annotated[Text | list[TextBlock] | None, BeforeValidator(known_blocks)] = None
+    content: Annotated[
+        Text | list[Annotated[Shown, Field(discriminator="type")]] | None,
+        BeforeValidator(known_blocks),
+    ] = None
     is_error: bool = False
     cache_control: Any = None
 
@@ -74,7 +118,7 @@ class ThoughtBlock(Body):
     signature: Any = None
 
 
-Block = Annotated[TextBlock | CallBlock | ResultBlock | ThoughtBlock, Field(discriminator="type")]
+Block = Annotated[Shown | CallBlock | ResultBlock | ThoughtBlock, Field(discriminator="type")]
 
 
 class MessageTurn(Body):
@@ -235,13 +279,32 @@ def _text_of(content: str | Sequence[TextBlock]) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
+def _content_of(content: str | Sequence[Shown]) -> str | list[Json]:
+    """Of a turn of a chat: one text, or where there are pictures, parts."""
+    if isinstance(content, str):
+        return content
+    parts = list[Json]()
+    for is_text, blocks in groupby(content, lambda block: isinstance(block, TextBlock)):
+        if is_text:
+            texts = [block for block in blocks if isinstance(block, TextBlock)]
+            parts.append({"type": "text", "text": _text_of(texts)})
+        else:
+            addresses = [
+                block.source.address for block in blocks if isinstance(block, PictureBlock)
+            ]
+            parts += [{"type": "image_url", "image_url": address} for address in addresses]
+    if any(part["type"] == "image_url" for part in parts):
+        return parts
+    return parts[0]["text"] if parts else ""
+
+
 def _turns_of(message: MessageTurn) -> Iterator[Json]:
     """A message as those of a chat. Results of tools, which Anthropic's users send, are messages of their own."""
     if isinstance(message.content, str):
         yield {"role": message.role, "content": message.content}
         return
     thoughts = list[str]()
-    texts = list[TextBlock]()
+    shown = list[Shown]()
     calls = list[Json]()
     for block in message.content:
         match block:
@@ -250,26 +313,35 @@ def _turns_of(message: MessageTurn) -> Iterator[Json]:
                     raise Refused(
                         400, "messages: a tool_result belongs to the user", parameter="messages"
                     )
-                text = _text_of(block.content or "")
-                content = f"error: {text}" if block.is_error else text
+                content = _content_of(block.content or "")
+                if block.is_error:
+                    content = _failed(content)
                 yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
             case CallBlock():
                 function = {"name": block.name, "arguments": block.input}
                 calls.append({"id": block.id, "type": "function", "function": function})
             case ThoughtBlock():
                 thoughts.append(block.thinking)
-            case TextBlock():
-                texts.append(block)
-    if not (texts or calls or thoughts):
+            case TextBlock() | PictureBlock():
+                shown.append(block)
+    if not (shown or calls or thoughts):
         if not message.content:
             yield {"role": message.role, "content": ""}
         return
-    turn: Json = {"role": message.role, "content": _text_of(texts)}
+    turn: Json = {"role": message.role, "content": _content_of(shown)}
     if thoughts:
         turn["reasoning_content"] = "".join(thoughts)
     if calls:
         turn["tool_calls"] = calls
     yield turn
+
+
+def _failed(content: str | list[Json]) -> str | list[Json]:
+    """The result of a call that failed."""
+    mark = "error: "
+    return (
+        mark + content if isinstance(content, str) else [{"type": "text", "text": mark}, *content]
+    )
 
 
 @final

@@ -1,11 +1,12 @@
 """The requests of chat and completions: OpenAI's parameters, and some of vLLM's."""
 
 import json
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
-from bloomery.data.examples import Message
+from bloomery.data.examples import PICTURE, Message
 from bloomery.serve.limits import Refused
 from bloomery.serve.parameters import Body, Json
 
@@ -31,6 +32,10 @@ MEDIA = (
     "video_url",
 )
 Text = Annotated[str, StringConstraints(max_length=2**21)]
+# Of a picture: a data URL, or that of a file.
+Address = Annotated[str, StringConstraints(min_length=1, max_length=2**26)]
+# Hints that have no effect: the model's own image processor says how large it sees a picture.
+Detail = Literal["auto", "low", "high", "original"]
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 # vLLM and Transformers write 0 and -1 for no limit.
@@ -161,19 +166,53 @@ class Part(Body):
         return self.text if self.type == "text" else self.refusal
 
 
-def refuse_media(content: object) -> object:
-    """Raises ValueError for a part that is no text, in words that name what is missing."""
-    for part in content if isinstance(content, list) else ():
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind in MEDIA:
-            media = (
-                "images" if "image" in kind else "audio" if "audio" in kind else "files and videos"
-            )
-            raise ValueError(f"{media} are not supported; send text parts alone")
-    return content
+class NamedPicture(Body):
+    url: Address
+    detail: Detail | None = None
 
 
-Content = Annotated[Text | list[Part], BeforeValidator(refuse_media)]
+class PicturePart(Body):
+    type: Literal["image_url"]
+    image_url: Address | NamedPicture
+    cache_control: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_address(cls, value: Any) -> Any:
+        named = value.get("image_url") if isinstance(value, dict) else None
+        address = named.get("url") if isinstance(named, dict) else named
+        if not isinstance(address, str) or not address:
+            raise ValueError('an image is {"type": "image_url", "image_url": {"url": "data:..."}}')
+        return value
+
+    @property
+    def address(self) -> str:
+        return self.image_url if isinstance(self.image_url, str) else self.image_url.url
+
+
+def refuse_media(picture: str) -> Callable[[object], object]:
+    """What raises ValueError for a part of another kind than text and picture, in words that name it. `picture`: the
+    type of a picture in this API.
+    """
+
+    def refuse(content: object) -> object:
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind not in MEDIA or kind == picture:
+                continue
+            if "image" in kind:
+                raise ValueError(f"an image is a part of type {picture} here, and not {kind}")
+            media = "audio is" if "audio" in kind else "files and videos are"
+            raise ValueError(f"{media} not supported; send text and {picture} parts")
+        return content
+
+    return refuse
+
+
+Content = Annotated[
+    Text | list[Annotated[Part | PicturePart, Field(discriminator="type")]],
+    BeforeValidator(refuse_media("image_url")),
+]
 
 
 class CalledFunction(Body):
@@ -237,10 +276,23 @@ class Turn(Body):
         return self.reasoning if self.reasoning_content is None else self.reasoning_content
 
     @property
+    def pictures(self) -> tuple[str, ...]:
+        """The addresses of its pictures."""
+        if self.content is None or isinstance(self.content, str):
+            return ()
+        return tuple(part.address for part in self.content if isinstance(part, PicturePart))
+
+    @property
     def text(self) -> str:
+        """With PICTURE for each picture; what a text has of that letter stands for nothing, and is left out there."""
         if self.content is None or isinstance(self.content, str):
             return self.content or self.refusal or ""
-        return "".join(part.content for part in self.content)
+        if not self.pictures:
+            return "".join(part.content for part in self.content if isinstance(part, Part))
+        return "".join(
+            PICTURE if isinstance(part, PicturePart) else part.content.replace(PICTURE, "")
+            for part in self.content
+        )
 
     def message(self) -> Message:
         """As chat templates expect it. Raises Refused for arguments that are no JSON object."""
@@ -251,7 +303,13 @@ class Turn(Body):
         role = "system" if self.role == "developer" else self.role
         name = None if self.role == "user" and self.name == "" else self.name
         return Message(
-            role, self.text, tuple(calls), name, thinking=self.thought, call_id=self.tool_call_id
+            role,
+            self.text,
+            tuple(calls),
+            name,
+            thinking=self.thought,
+            call_id=self.tool_call_id,
+            pictures=self.pictures,
         )
 
 

@@ -16,7 +16,9 @@ from bloomery.serve.requests import (
     MOST_TOOLS,
     MOST_TOP,
     MOST_TURNS,
+    Address,
     ChatRequest,
+    Detail,
     Effort,
     FunctionName,
     ObjectFormat,
@@ -46,6 +48,12 @@ INCLUDABLE = (
 )
 
 
+def refuse_file(value: object) -> object:
+    if value is not None:
+        raise ValueError("files are not kept; send the picture as a data URL in image_url")
+    return value
+
+
 class ItemPart(BaseModel, extra="ignore", strict=True):
     """Clients send answers back as they came: what else a part holds is no text."""
 
@@ -54,7 +62,17 @@ class ItemPart(BaseModel, extra="ignore", strict=True):
     refusal: Text = ""
 
 
-Parts = Annotated[Text | list[ItemPart], BeforeValidator(refuse_media)]
+class ItemPicture(Body):
+    type: Literal["input_image"]
+    image_url: Address
+    detail: Detail | None = None
+    file_id: Annotated[None, BeforeValidator(refuse_file)] = None
+
+
+Parts = Annotated[
+    Text | list[Annotated[ItemPart | ItemPicture, Field(discriminator="type")]],
+    BeforeValidator(refuse_media("input_image")),
+]
 
 
 class MessageItem(BaseModel, extra="ignore", strict=True):
@@ -293,10 +311,10 @@ def turns_of(items: Sequence[Json]) -> list[Json]:
                     thought = None
                 turns[-1].setdefault("tool_calls", []).append(call)
             case "function_call_output":
-                text = _text_of(item["output"])
-                turns.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
+                output = _content_of(item["output"])
+                turns.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
             case _:
-                turn = {"role": item["role"], "content": _text_of(item["content"])}
+                turn = {"role": item["role"], "content": _content_of(item["content"])}
                 if item["role"] == "assistant" and thought is not None:
                     turn["reasoning_content"] = thought
                 thought = None
@@ -304,10 +322,22 @@ def turns_of(items: Sequence[Json]) -> list[Json]:
     return turns
 
 
-def _text_of(content: str | list[Json]) -> str:
+def _content_of(content: str | list[Json]) -> str | list[Json]:
+    """Of a turn of a chat: one text, or where there are pictures, parts."""
     if isinstance(content, str):
         return content
-    return "".join(part.get("text") or part.get("refusal") or "" for part in content)
+    if not any(part["type"] == "input_image" for part in content):
+        return "".join(map(_text_of, content))
+    return [
+        {"type": "image_url", "image_url": part["image_url"]}
+        if part["type"] == "input_image"
+        else {"type": "text", "text": _text_of(part)}
+        for part in content
+    ]
+
+
+def _text_of(part: Json) -> str:
+    return part.get("text") or part.get("refusal") or ""
 
 
 @final

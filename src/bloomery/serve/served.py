@@ -12,17 +12,21 @@ import torch
 from torch import Tensor
 
 from bloomery.core.device import sent
+from bloomery.core.errors import UserError
 from bloomery.data.chat.render import ChatFormat, chat_format
 from bloomery.data.chat.thoughts import ThoughtFormat, thought_format
 from bloomery.data.examples import Message
+from bloomery.data.pictures.encoder import PictureEncoder, VisionSource
+from bloomery.data.pictures.processor import PictureProcessor
 from bloomery.data.tokenizer.templates import find_template, own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.facts.config import refuse_values
 from bloomery.infer.decode import RunningBatch
 from bloomery.infer.grammar import JsonGrammars, JsonText
 from bloomery.infer.load import Use, load_fitting, load_used
-from bloomery.infer.model_folder import find_model, model_folder
+from bloomery.infer.model_folder import ModelFiles, find_model, model_folder
 from bloomery.infer.past import Past, is_length_independent
+from bloomery.infer.picture_prompts import open_eyes, picture_source
 from bloomery.infer.sampling import known_ids
 from bloomery.model.adapters.many import Adapters
 from bloomery.model.adapters.settings import refuse_other_base
@@ -31,6 +35,7 @@ from bloomery.model.compiled_step import compile_step
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import Head
 from bloomery.serve.limits import Limits
+from bloomery.serve.pictures import PictureIntake
 from bloomery.serve.tokenizing import Lane, most_bytes
 from bloomery.serve.tools import AnswerRules, Json, ToolFormat, answer_grammar, tool_format
 
@@ -51,13 +56,17 @@ class Served:
         adapters: Adapters | None = None,
         open_form: Callable[[], ChatFormat] | None = None,
         template: str = "",
+        intake: PictureIntake | None = None,
     ) -> None:
-        """`open_form` makes a second chat format, for long conversations. `template`: the text of the chat template."""
+        """`open_form` makes a second chat format, for long conversations. `template`: the text of the chat template.
+        `intake`: reads the pictures of conversations; None: the model reads text alone.
+        """
         self.name = name
         self.decoder = decoder
         self.tokenizer = tokenizer
         self.form = form
         self.template = template
+        self.intake = intake
         self.adapters = adapters
         self.slots = limits.slots
         self.longest = decoder.config.max_positions
@@ -72,6 +81,7 @@ class Served:
         self._rendering: dict[Lane, threading.Lock] = {
             "short": threading.Lock(),
             "long": threading.Lock(),
+            "pictures": threading.Lock(),
         }
         self.reset()
 
@@ -144,9 +154,14 @@ class Served:
         lane: Lane = "short",
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """`variables`: what the template gets besides. Raises UserError for turns that the template refuses."""
+        """`variables`: what the template gets besides. Turns with pictures go in a lane of their own.
+
+        Raises UserError for turns that the template refuses, and Refused for pictures that cannot be read.
+        """
         assert self.form is not None
         with self._rendering[lane]:
+            if self.intake is not None and lane == "pictures":
+                self.intake.begin()
             if lane not in self._forms:
                 self._forms[lane] = self.form if self._open_form is None else self._open_form()
             return self._forms[lane].encode(messages, tools, variables)
@@ -186,10 +201,28 @@ def load_served(
         for folder in folders.values():
             refuse_other_base(folder, files.weights)
         loaded_adapters = Adapters(decoder, folders)
+    source = opened_eyes(decoder, files, on_load) if limits.pictures else None
     compile_step(decoder, on_load)
-    return serve_loaded(
-        decoder, load_tokenizer(files.tokenizer), name, limits, stack, template, loaded_adapters
-    )
+    tokenizer = load_tokenizer(files.tokenizer)
+    return serve_loaded(decoder, tokenizer, name, limits, stack, template, loaded_adapters, source)
+
+
+def opened_eyes(
+    decoder: Decoder, files: ModelFiles, on_load: Callable[[str], None]
+) -> VisionSource | None:
+    """Loads what reads pictures, in place; None of a model that reads text alone, or whose pictures are not readable,
+    with a line.
+    """
+    source = picture_source(files)
+    if source is None:
+        return None
+    try:
+        PictureProcessor(Path(source.folder), source.vision)
+        open_eyes(decoder, files)
+    except UserError as error:
+        on_load(f"images: refused, because {error.problem}")
+        return None
+    return source
 
 
 def serve_loaded(
@@ -200,16 +233,21 @@ def serve_loaded(
     stack: ExitStack,
     template: str | None = None,
     adapters: Adapters | None = None,
+    source: VisionSource | None = None,
 ) -> Served:
-    """Raises UserError for an unknown template."""
+    """`source`: of what the decoder sees; None: it reads text alone. Raises UserError for an unknown template."""
     chats = template is not None or bool(own_templates(tokenizer.config))
+    intake = None if source is None or not chats else PictureIntake()
 
     def open_form() -> ChatFormat:
-        return stack.enter_context(chat_format(tokenizer, template))
+        pictures = None
+        if source is not None and intake is not None:
+            pictures = PictureEncoder(source, intake)
+        return stack.enter_context(chat_format(tokenizer, template, pictures))
 
     found = find_template(template, tokenizer.config) if chats else None
     text = "" if found is None else found.text + (found.tool_use or "")
     form = open_form() if chats else None
-    served = Served(name, decoder, tokenizer, form, limits, adapters, open_form, text)
+    served = Served(name, decoder, tokenizer, form, limits, adapters, open_form, text, intake)
     stack.callback(served.close)
     return served

@@ -1,7 +1,7 @@
 """Requests become token ids in threads of their own, so that the event loop, and /health with it, never waits.
 
 What is too long is refused before it is tokenized: a token has at most so many bytes. The rest waits in lanes, one for
-short texts, one for long ones and one for grammars, so that none of them holds up the others.
+short texts, one for long ones, one for grammars and one for pictures, so that none of them holds up the others.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from bloomery.serve.limits import Refused
 
 SHORT_BYTES = 32 * 1024  # of text that is tokenized in some milliseconds
 NORMALIZED = 4  # bytes that a normalizer makes one byte of, as of a letter in double-struck type
-Lane = Literal["short", "long", "grammar"]
+Lane = Literal["short", "long", "grammar", "pictures"]
 Result = TypeVar("Result")
 
 
@@ -46,7 +46,7 @@ class Tokenizing:
         self._pending: dict[Lane, int] = {}
         self._futures = set[asyncio.Future[Any]]()
         several = max(1, (os.cpu_count() or 1) // 2)
-        lanes: dict[Lane, int] = {"short": several, "long": several, "grammar": 1}
+        lanes: dict[Lane, int] = {"short": several, "long": several, "grammar": 1, "pictures": 1}
         usual_stack = threading.stack_size(2 * STACK_BYTES)
         for lane, threads in lanes.items():
             self._calls[lane] = queue.SimpleQueue()

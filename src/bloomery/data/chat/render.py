@@ -587,6 +587,8 @@ def _references(example: Example) -> list[list[str]]:
 def as_turn(message: Message) -> Json:
     """A message as templates expect it."""
     turn: Json = {"role": message.role, "content": message.content}
+    if message.pictures:  # for the child: without any, PICTURE is a letter of the text
+        turn["pictures"] = len(message.pictures)
     if message.calls:
         turn["tool_calls"] = list(message.calls)
     if message.thinking is not None:  # templates differ in the name; transformers gives both

@@ -230,13 +230,14 @@ class Template:
 
 def _in_parts(turn: Turn) -> Turn:
     """The turn with a list of its texts and pictures as content."""
+    content = turn["content"]
     parts = list[Json]()
-    for index, text in enumerate(turn["content"].split(PICTURE)):
+    for index, text in enumerate(content.split(PICTURE) if turn.get("pictures") else [content]):
         if index:
             parts.append({"type": "image"})
         if text:
             parts.append({"type": "text", "text": text})
-    return {**turn, "content": parts}
+    return {**{key: turn[key] for key in turn if key != "pictures"}, "content": parts}
 
 
 def _with_calls(turns: Sequence[Turn], arguments: Callable[[Any], Any]) -> list[Turn]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, final
+from typing import NamedTuple, Protocol, final
 
 from bloomery.core.errors import UserError
 from bloomery.data.examples import BadRow
@@ -143,13 +143,22 @@ def saved_vision(prepared: Path) -> VisionSource | None:
     return VisionSource(str(prepared), json.dumps(json.loads(path.read_text()), sort_keys=True))
 
 
+class ReadsPictures(Protocol):
+    """Where the pictures of located references come from."""
+
+    def read(self, reference: str, where: str) -> Picture:
+        """Raises BadRow."""
+
+    def close(self) -> None: ...
+
+
 @final
 class PictureEncoder:
-    """Starts its child with the first picture; `close` ends it."""
+    """`reader`: None: one in a child, which begins with the first picture. `close` ends it."""
 
-    def __init__(self, source: VisionSource) -> None:
+    def __init__(self, source: VisionSource, reader: ReadsPictures | None = None) -> None:
         self._source = source
-        self._reader = PictureReader()
+        self._reader = reader or PictureReader()
         self._prompts: PromptMaker | None = None
 
     @property
@@ -178,7 +187,14 @@ class PictureEncoder:
         """The ids with what the tower is given of pictures, as `encode` returned them. Raises UserError."""
         if self._prompts is None:
             self._prompts = PromptMaker(Path(self._source.folder), self._source.vision)
-        return self._prompts.prompt(ids, contents)
+        try:
+            return self._prompts.prompt(ids, contents)
+        except (ValueError, OSError) as error:
+            reason = " ".join(str(error).split())[:160]
+            raise UserError(
+                f"the model's image processor refuses a picture: {reason}",
+                fix="send the picture in another size",
+            ) from error
 
     def close(self) -> None:
         self._reader.close()

@@ -63,6 +63,11 @@ class PicturePrompt(list[int]):
         # What a token after the prompt has for a position, less its place.
         self.shift = 0 if axes is None else int(axes.max()) + 1 - len(ids)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of what the tower is given."""
+        return sum(each.nbytes for picture in self.pictures for each in picture.inputs.values())
+
     def whole_until(self, end: int) -> int:
         """The first place from `end` on at which the prompt can be divided."""
         while self.is_whole and end < len(self) and self.keys[end] < 0:

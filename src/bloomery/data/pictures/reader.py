@@ -26,9 +26,13 @@ class Picture:
 
 @final
 class PictureReader:
-    """Starts its child with the first picture; `close` ends it."""
+    """Starts its child with the first picture; `close` ends it.
 
-    def __init__(self) -> None:
+    `plain`: pictures come as files of nothing but their pixels, so that no other process decodes what strangers sent.
+    """
+
+    def __init__(self, *, plain: bool = False) -> None:
+        self._plain = plain
         self._child: Child | None = None
 
     def read(self, reference: str, where: str) -> Picture:
@@ -60,6 +64,6 @@ class PictureReader:
         paths = (str(_SOURCES), os.environ.get("PYTHONPATH", ""))
         environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUTF8": "1"}
         self._child = Child(
-            "bloomery.data.pictures.sandbox_worker", {}, environment=environment
+            "bloomery.data.pictures.sandbox_worker", {"plain": self._plain}, environment=environment
         ).start()
         return self._child

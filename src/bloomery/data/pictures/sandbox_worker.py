@@ -27,8 +27,8 @@ class Refused(Exception):
     """Why a picture is not read."""
 
 
-def normalized(content: bytes) -> tuple[bytes, tuple[int, int]]:
-    """The picture, and its width and height. Raises Refused."""
+def normalized(content: bytes, *, plain: bool = False) -> tuple[bytes, tuple[int, int]]:
+    """The picture, and its width and height. `plain`: as a file of nothing but its pixels. Raises Refused."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
@@ -39,13 +39,16 @@ def normalized(content: bytes) -> tuple[bytes, tuple[int, int]]:
                 raise Refused(f"is animated: it has {num_frames} frames")
             # Whether a JPEG is whole is seen at an eighth of its sides, too, in half of the time.
             size = picture.size
-            picture.draft(None, (1, 1))
+            if not plain:
+                picture.draft(None, (1, 1))
             picture.load()
             is_upright = picture.getexif().get(ORIENTATION, 1) == 1
             is_plain = picture.mode in ("RGB", "L") and "transparency" not in picture.info
+            if plain:
+                return _written_anew(picture, "PPM")
             if picture.format in KEPT_FORMATS and is_upright and is_plain:
                 return content, size
-            return _written_anew(Image.open(io.BytesIO(content), formats=FORMATS))
+            return _written_anew(Image.open(io.BytesIO(content), formats=FORMATS), "PNG")
     except Refused:
         raise
     except MemoryError:
@@ -67,7 +70,7 @@ def _refuse_sizes(picture: Image.Image) -> None:
         raise Refused(f"is {width} x {height} pixels: one side is over {MAX_RATIO} times the other")
 
 
-def _written_anew(picture: Image.Image) -> tuple[bytes, tuple[int, int]]:
+def _written_anew(picture: Image.Image, form: str) -> tuple[bytes, tuple[int, int]]:
     upright = ImageOps.exif_transpose(picture)
     if upright.mode.startswith("I;16") or upright.mode == "I":
         upright = upright.convert("I").point(lambda level: level / 256).convert("L")
@@ -78,7 +81,7 @@ def _written_anew(picture: Image.Image) -> tuple[bytes, tuple[int, int]]:
         white = Image.new("RGBA", colors.size, "white")
         upright = Image.alpha_composite(white, colors)
     written = io.BytesIO()
-    upright.convert("RGB").save(written, format="PNG", compress_level=3)
+    upright.convert("RGB").save(written, format=form, compress_level=3)
     return written.getvalue(), upright.size
 
 
@@ -98,7 +101,9 @@ def main() -> None:
     for request in requests(job):
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
         try:
-            content, (width, height) = normalized(request.get("content", b""))
+            content, (width, height) = normalized(
+                request.get("content", b""), plain=job.get("plain", False)
+            )
         except Refused as refusal:
             reply(job, {"refused": str(refusal)})
             continue
