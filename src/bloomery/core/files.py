@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, final
 from bloomery.core.errors import UserError
 
 LARGEST = 64 * 2**20  # bytes of a file that is read into memory: manifests, plan.json, machine.json
+_PIECE = 2**20  # bytes that are read at once
 # A link, a pipe or socket without a reader, a device.
 _IRREGULAR = (errno.ELOOP, errno.ENXIO, errno.ENODEV)
 
@@ -73,10 +74,21 @@ def irregular(path: Path) -> UserError:
     )
 
 
+def read_at_most(stream: BinaryIO, most: int) -> bytes:
+    """The next `most` bytes of a stream, or what is left of it.
+
+    `stream.read(most)` allocates `most` bytes before it reads one: a manifest of 200 bytes would take 64 MiB.
+    """
+    content = bytearray()
+    while piece := stream.read(min(_PIECE, most - len(content))):
+        content += piece
+    return bytes(content)
+
+
 def read_whole(path: Path, most: int = LARGEST) -> bytes:
     """Raises UserError for anything but a regular file of at most `most` bytes; OSError like open."""
     with os.fdopen(open_regular(path), "rb") as file:
-        content = file.read(most + 1)
+        content = read_at_most(file, most + 1)
     if len(content) > most:
         raise UserError(
             f"{path.name} is larger than {most:,} bytes",
@@ -114,19 +126,17 @@ def open_input(path: Path, *, pipes: bool = False, code: int = 1) -> BufferedRea
 
 def read_input(path: Path, most: int = LARGEST, *, pipes: bool = False, code: int = 1) -> bytes:
     """The content of a file of at most `most` bytes. Raises UserError like `open_input`, and for a larger file."""
-    content = bytearray()
     with open_input(path, pipes=pipes, code=code) as file:
         try:
-            while piece := file.read(min(2**22, most + 1 - len(content))):
-                content += piece
-                if len(content) > most:
-                    problem = f"file is larger than {most:,} bytes"
-                    fix = "pass another file, or a part of it"
-                    raise UserError(problem, where=str(path), fix=fix, code=code)
+            content = read_at_most(file, most + 1)
         except OSError as error:
             problem = f"file cannot be read: {error.strerror}"
             raise UserError(problem, where=str(path), fix="check the disk", code=code) from error
-    return bytes(content)
+    if len(content) > most:
+        problem = f"file is larger than {most:,} bytes"
+        fix = "pass another file, or a part of it"
+        raise UserError(problem, where=str(path), fix=fix, code=code)
+    return content
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from torch import Tensor
 from bloomery.core.device import sent
 from bloomery.core.errors import UserError
 from bloomery.data.pictures.encoder import PictureEncoder, VisionSource
-from bloomery.data.pictures.processor import PROCESSOR_FILES
 from bloomery.data.pictures.prompts import PicturePrompt
+from bloomery.facts.picture_sizes import PROCESSOR_FILES
 from bloomery.facts.pictures import vision_of
 from bloomery.infer.forward import refuse_other_number
 from bloomery.infer.model_folder import ModelFiles

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from bloomery import hub
 from bloomery.core.errors import UserError, one_line
+from bloomery.core.files import read_at_most
 from bloomery.core.text import expanded
 from bloomery.core.units import MIB
 from bloomery.data.sources.documents import column_use, describe_rows, peek, sources_of
@@ -342,7 +343,7 @@ def _json(path: Path) -> dict[str, Any]:
     """{} for a damaged file: loading the model reports it."""
     try:
         with path.open("rb") as file:
-            content = json.loads(file.read(_READ))
+            content = json.loads(read_at_most(file, _READ))
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -384,6 +385,6 @@ def _is_data(path: Path) -> bool:
     if suffix != ".json":
         return suffix in DATA | TABLES | TEXT | CODE
     with path.open("rb") as file:
-        head = file.read(_READ).lstrip()
+        head = read_at_most(file, _READ).lstrip()
     sections = {f'"{key}"'.encode() for key in Recipe.model_fields}
     return head[:1] == b"[" or not any(section in head for section in sections)

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from bloomery.core.errors import UserError
-from bloomery.core.files import open_input
+from bloomery.core.files import open_input, read_at_most
 from bloomery.core.units import MIB, format_bytes
 from bloomery.data.examples import BadRow, kind_of
 from bloomery.facts.columns import PICTURE_SUFFIXES, is_empty
@@ -129,7 +129,7 @@ def encoded_bytes(reference: str, where: str) -> bytes:
     path = Path(reference)
     try:
         with open_input(path) as file:
-            content = file.read(MAX_BYTES + 1)  # a file may grow while it is read
+            content = read_at_most(file, MAX_BYTES + 1)  # a file may grow while it is read
     except UserError as error:
         if isinstance(error.__cause__, FileNotFoundError):
             problem = f"names a picture that is not there: {_shown(reference)}"

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, BinaryIO, cast, final
 
+from bloomery.core.files import read_at_most
 from bloomery.core.units import MIB, format_bytes
 from bloomery.data.examples import MAX_BYTES, BadRow, too_long
 from bloomery.data.sources.readers import Value, decode, open_bytes
@@ -46,7 +47,7 @@ def picture_beside(path: Path) -> str | None:
 def read_captioned(path: Path, name: str) -> Iterator[Value | BadRow]:
     """A row with the picture beside a text, and the text."""
     with open_bytes(path) as stream:
-        content = stream.read(MAX_BYTES + 1)
+        content = read_at_most(stream, MAX_BYTES + 1)
     try:
         if len(content) > MAX_BYTES:
             raise too_long(name, "the file")

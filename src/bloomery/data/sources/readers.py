@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, cast, final
 
 from bloomery.core.errors import UserError
-from bloomery.core.files import open_input
+from bloomery.core.files import open_input, read_at_most
 from bloomery.core.units import MIB, counted, format_bytes
 from bloomery.data.examples import MAX_BYTES, BadRow, too_long
 from bloomery.facts.columns import known_columns
@@ -173,7 +173,7 @@ def _value(
 
 def read_text(stream: BinaryIO, name: str) -> Iterator[Value | BadRow]:
     """The file as one text. A longer one than WHOLE comes in pieces cut at ends of lines."""
-    data = stream.read(MAX_BYTES + 1)
+    data = read_at_most(stream, MAX_BYTES + 1)
     if len(data) <= WHOLE:
         yield _value(data.removeprefix(codecs.BOM_UTF8), name)
         return
@@ -199,7 +199,7 @@ def read_text(stream: BinaryIO, name: str) -> Iterator[Value | BadRow]:
 
 def read_code(stream: BinaryIO, name: str) -> Iterator[Value | BadRow]:
     """The file as one text, whatever its size up to MAX_BYTES."""
-    data = stream.read(MAX_BYTES + 1)
+    data = read_at_most(stream, MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
         raise too_long(name, "the file")
     yield _value(data.removeprefix(codecs.BOM_UTF8), name)
