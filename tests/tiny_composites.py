@@ -74,6 +74,16 @@ CONFIGS = {
         "image_token_id": PICTURE,
         "audio_config": None,
     },
+    "gemma4_unified": {
+        "text_config": TEXT
+        | {"model_type": "gemma4_unified_text", "num_hidden_layers": 3, "global_head_dim": 16}
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+        | {"sliding_window": 32},
+        "vision_config": {"patch_size": 8, "pooling_kernel_size": 2, "mm_embed_dim": 32}
+        | {"mm_posemb_size": 70, "output_proj_dims": 32},
+        "image_token_id": PICTURE,
+        "audio_config": None,
+    },
     "smolvlm": {
         "text_config": TEXT | {"model_type": "llama"},
         "vision_config": TOWER | {"image_size": 64, "patch_size": 16},
@@ -148,4 +158,9 @@ def picture_inputs(kind: str) -> dict[str, torch.Tensor]:
                 "pixel_values": torch.rand(2, 16, 3 * 16 * 16),
                 "image_position_ids": places.expand(2, 16, 2),
             }
+        if kind == "gemma4_unified":
+            # Four patches of 16 pixels and three, then padding.
+            places = torch.tensor([[0, 0], [1, 0], [0, 1], [1, 1]]).repeat(2, 1, 1)
+            places[1, 3] = -1
+            return {"pixel_values": torch.rand(2, 4, 3 * 16 * 16), "image_position_ids": places}
         return {"pixel_values": torch.randn(2, 3, 56, 56)}

@@ -16,6 +16,7 @@ MARKS = {
     "internvl": ("<IMG_CONTEXT>", "", "", ("<img>", "</img>", "<video>")),
     "gemma4": ("<|image|>", "", "", ("<|image>", "<image|>", "<|video|>")),
     "lfm2_vl": ("<image>", "", "", ("<|image_start|>", "<|image_end|>", "<|img_thumbnail|>")),
+    "gemma4_unified": ("<|image|>", "", "", ("<|image>", "<image|>", "<|video|>")),
 }
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = (
@@ -55,8 +56,10 @@ def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
     )
 
 
-def save_processor(kind: str, folder: Path) -> None:
-    """A tokenizer with a template, and an image processor that makes a few tokens of a picture."""
+def save_processor(kind: str, folder: Path, **unified: int) -> None:
+    """A tokenizer with a template, and an image processor that makes a few tokens of a picture. `unified`: further
+    settings of Gemma 4 12B's.
+    """
     picture, before, after, others = MARKS[kind]
     written = others[0] if kind == "gemma3" else picture
     template = (
@@ -65,6 +68,11 @@ def save_processor(kind: str, folder: Path) -> None:
     tokenizer = tokenizer_of(kind)
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
+    if kind == "gemma4_unified":  # its own class needs torchvision
+        settings = {"image_processor_type": "Gemma4UnifiedImageProcessor", "max_soft_tokens": 70}
+        settings |= {"patch_size": 8, "pooling_kernel_size": 2, **unified}
+        (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+        return
     IMAGES[kind]().save_pretrained(folder)
 
 

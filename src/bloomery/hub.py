@@ -19,6 +19,7 @@ from typing import Any, Literal, final
 
 from bloomery.core.errors import UserError, of_the_system
 from bloomery.core.text import closest, expanded, redact_secrets
+from bloomery.random_models import folder_of, is_random
 
 Kind = Literal["model", "dataset"]
 # "config": a model whose weights are needed later
@@ -166,6 +167,8 @@ def _similar_folder(path: Path) -> Path | None:
 
 def cached_model(name: str | Path, *, weights: bool = False) -> Path | None:
     """`fetch_model` without the network: None where a download would be needed. Raises UserError."""
+    if is_random(name):
+        return folder_of(str(name), weights=weights)
     path = expanded(str(name))
     if path.exists():
         return path
@@ -188,6 +191,8 @@ def local_model(name: str | Path) -> Path:
 
 def fetch_tokenizer(name: str) -> Path:
     """A tokenizer's file or folder, as `fetch_model`; a model's weights are neither downloaded nor checked."""
+    if is_random(name):
+        return folder_of(name)
     path = expanded(name)
     if path.exists():
         return path

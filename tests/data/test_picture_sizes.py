@@ -18,7 +18,7 @@ from bloomery.facts.picture_sizes import PictureSizes, processor_settings
 from bloomery.facts.pictures import vision_of
 from pictures_for_tests import BLUE, RED, TEXT, png, prepared_rows, row
 from tiny_composites import CONFIGS
-from tiny_processors import IMAGES
+from tiny_processors import IMAGES, save_processor
 
 SIZES = [(1, 1), (3, 400), (400, 3), (31, 33), (48, 48), (100, 70), (70, 101), (300, 310)]
 # By kind: further settings of its image processor, as published models have them, and what config.json says with them.
@@ -35,6 +35,7 @@ PUBLISHED = {
         {},
     ),
     "gemma4": ({}, {}),
+    "gemma4_unified": ({"max_soft_tokens": 140}, {}),
     "smolvlm": (
         {"size": {"longest_edge": 512}, "max_image_size": {"longest_edge": 128}},
         {"image_size": 128},
@@ -51,8 +52,11 @@ def folder_of(kind, tmp_path, *, published):
     """A processor's file, and the config.json for it."""
     settings, sizes = PUBLISHED[kind]
     stem = "qwen" if kind.startswith("qwen") else kind
-    processor = type(IMAGES[stem]())(**settings) if published else IMAGES[stem]()
-    processor.save_pretrained(tmp_path)
+    if kind == "gemma4_unified":
+        save_processor(kind, tmp_path, **(settings if published else {}))
+    else:
+        processor = type(IMAGES[stem]())(**settings) if published else IMAGES[stem]()
+        processor.save_pretrained(tmp_path)
     config = json.loads(json.dumps(CONFIGS[kind])) | {"model_type": kind}
     if published:
         config["vision_config"] |= sizes

@@ -29,7 +29,17 @@ def prepared(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind", ["qwen3_vl", "gemma3", "gemma4", "smolvlm", "mistral3", "internvl", "lfm2_vl"]
+    "kind",
+    [
+        "qwen3_vl",
+        "gemma3",
+        "gemma4",
+        "gemma4_unified",
+        "smolvlm",
+        "mistral3",
+        "internvl",
+        "lfm2_vl",
+    ],
 )
 def test_a_picture_becomes_its_tokens_which_are_no_targets(prepared, kind):
     folder = prepared([row(RED, TEXT, BLUE)], kind)

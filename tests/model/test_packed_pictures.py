@@ -81,7 +81,10 @@ def computed(kind, model, tokens, documents, inputs, grids):
 
 @pytest.mark.parametrize(
     ("kind", "asked"),
-    [*((kind, None) for kind in CONFIGS), ("gemma4", "vision")],
+    [
+        *((kind, "vision" if kind == "gemma4_unified" else None) for kind in CONFIGS),
+        ("gemma4", "vision"),
+    ],
     ids=[*CONFIGS, "gemma4, both ways"],
 )
 def test_documents_in_one_row_compute_what_each_does_alone(kind, asked, tmp_path):

@@ -191,6 +191,13 @@ def _gemma4(_config: Json, settings: Json, width: int, height: int) -> PictureSh
     )
 
 
+def _gemma4_unified(config: Json, settings: Json, width: int, height: int) -> PictureShape:
+    """The same of patches as large as pooled ones, which nothing pools."""
+    side = int(settings["patch_size"]) * int(settings["pooling_kernel_size"])
+    joined = {**settings, "patch_size": side, "pooling_kernel_size": 1}
+    return _gemma4(config, joined, width, height)
+
+
 def _smolvlm(config: Json, settings: Json, width: int, height: int) -> PictureShape:
     """Squares of one side, and the whole picture as one more."""
     vision = config["vision_config"]
@@ -377,6 +384,11 @@ _PROCESSORS: Mapping[str, _Processor] = MappingProxyType(
             ("Gemma4ImageProcessor",),
             {"patch_size": 16, "max_soft_tokens": 280, "pooling_kernel_size": 3},
             _gemma4,
+        ),
+        "gemma4_unified": _Processor(
+            ("Gemma4UnifiedImageProcessor",),
+            {"patch_size": 16, "max_soft_tokens": 280, "pooling_kernel_size": 3},
+            _gemma4_unified,
         ),
         "internvl": _Processor(
             ("GotOcr2ImageProcessor",),

@@ -29,20 +29,30 @@ class VisionKind:
     """A family of multimodal models, of which transformers has the tower.
 
     `image_token`: the key of the id that stands where a picture's features do. `both_ways`: the layers in which tokens
-    of a picture attend to those after them, too; "windows" where the config.json asks for it. `projector`: the modules
-    of transformers' model that fit what the tower makes to the language model.
+    of a picture attend to those after them, too; "windows" where the config.json asks for it, or says nothing and
+    transformers' default asks. `projector`: the modules of transformers' model that fit what the tower makes to the
+    language model; `projector_in_files`: their names in published files, where these are others.
     """
 
     image_token: str = "image_token_id"
     both_ways: BothWays = "none"
+    asks_by_default: bool = False
     interleaved: bool | None = None  # of positions in three axes; None: positions are the text's
     projector: tuple[str, ...] = ("multi_modal_projector",)
+    projector_in_files: tuple[str, ...] = ()
 
 
 VISION_KINDS: Mapping[str, VisionKind] = MappingProxyType(
     {
         "gemma3": VisionKind(image_token="image_token_index", both_ways="all"),
         "gemma4": VisionKind(both_ways="windows", projector=("embed_vision",)),
+        "gemma4_unified": VisionKind(
+            both_ways="windows",
+            asks_by_default=True,
+            # What embeds its patches is in the place of a tower.
+            projector=("embed_vision.multimodal_embedder",),
+            projector_in_files=("embed_vision.embedding_projection",),
+        ),
         "internvl": VisionKind(),
         "lfm2_vl": VisionKind(),
         "mistral3": VisionKind(image_token="image_token_index"),
@@ -72,7 +82,9 @@ class Vision:
 def is_projector(kind: str, name: str) -> bool:
     """Whether a parameter or module of a multimodal model, not of its language model, is the projector's."""
     inside = name.removeprefix("model.")
-    return any(inside.startswith(f"{module}.") for module in VISION_KINDS[kind].projector)
+    facts = VISION_KINDS[kind]
+    modules = (*facts.projector, *facts.projector_in_files)
+    return any(inside.startswith(f"{module}.") for module in modules)
 
 
 def vision_of(hf: Mapping[str, Any], *, where: str = "config.json") -> Vision | None:
@@ -103,7 +115,9 @@ def vision_of(hf: Mapping[str, Any], *, where: str = "config.json") -> Vision | 
 def _both_ways(hf: Mapping[str, Any], facts: VisionKind) -> BothWays:
     """Gemma 3 always, Gemma 4 in layers with a window where its language model says "vision"."""
     text = hf.get("text_config")
-    asked = text.get("use_bidirectional_attention") if isinstance(text, dict) else None
+    asked = "vision" if facts.asks_by_default else None
+    if isinstance(text, dict):
+        asked = text.get("use_bidirectional_attention", asked)
     return "none" if facts.both_ways == "windows" and asked != "vision" else facts.both_ways
 
 

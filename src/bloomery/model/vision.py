@@ -196,10 +196,13 @@ def names_in_files(tower: VisionTower, folder: Path) -> dict[str, str]:
 def _stored_tensor(
     name: str, parameter: Tensor, stored: Mapping[str, StoredTensor], folder: Path
 ) -> StoredTensor:
-    """Files of different years put "model." in front, or a module between the tower and its parts."""
+    """Files of different years put "model." in front, or a module between the tower and its parts; those of Gemma 4 12B
+    have names of before transformers put its modules together.
+    """
     own_names = (f"model.{name}", name)
     older = (each.replace("vision_tower.", "vision_tower.vision_model.") for each in own_names)
-    names = (*own_names, *older)
+    apart = f"model.{name}".replace("embed_vision.multimodal_embedder.", "embed_vision.")
+    names = (*own_names, *older, apart, apart.replace("embed_vision.", "vision_embedder."))
     found = next((stored[each] for each in names if each in stored), None)
     if found is None:
         raise UserError(

@@ -70,6 +70,7 @@ from bloomery.plan.unsupported import (
     refuse_recipe,
 )
 from bloomery.plan.vision import refuse_without_pictures
+from bloomery.random_models import is_random
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.objectives import Distill, Rollouts
 from bloomery.recipe.rewards import ModelReward
@@ -677,7 +678,7 @@ def _folder_of(spec: dict[str, Any]) -> Path | None:
     name = spec.get("from")
     return (
         cached_model(name)
-        if name is not None and (is_hub_id(name) or Path(name).exists())
+        if name is not None and (is_hub_id(name) or is_random(name) or Path(name).exists())
         else None
     )
 

@@ -157,7 +157,7 @@ class Model(Section):
 
     from_: Annotated[str | None, Field(alias="from")] = key(
         None,
-        "Pretrained model: a folder in Hugging Face format or a Hub id.",
+        "Pretrained model: a folder in Hugging Face format or a Hub id; random:NAME: made here.",
         "Qwen/Qwen2.5-1.5B-Instruct",
     )
     preset: PresetName | None = key(
@@ -311,9 +311,11 @@ class Data(Section):
     columns: dict[str, str] = key(
         {}, "Names of the dataset's columns, by role; default: the usual names.", {"text": "text"}
     )
-    builtin: Literal["stdlib-code", "stdlib-chat", "stdlib-pairs", "arithmetic"] | None = key(
+    builtin: (
+        Literal["stdlib-code", "stdlib-chat", "stdlib-pairs", "arithmetic", "shapes"] | None
+    ) = key(
         None,
-        "Dataset made on this machine: of Python's standard library, or sums of two numbers.",
+        "Dataset made on this machine: Python's standard library, sums, or pictures of shapes.",
         "stdlib-code",
     )
     pictures: FilePath | None = key(

@@ -117,6 +117,7 @@ TEXTS: Mapping[str, PictureText] = MappingProxyType(
     {
         "gemma3": PictureText("<start_of_image>", "<image_soft_token>", _gemma3),
         "gemma4": PictureText("<|image|>", "<|image|>", _gemma4),
+        "gemma4_unified": PictureText("<|image|>", "<|image|>", _gemma4),
         "internvl": PictureText("<IMG_CONTEXT>", "<IMG_CONTEXT>", _internvl),
         "lfm2_vl": PictureText("<image>", "<image>", _lfm2_vl),
         "mistral3": PictureText("[IMG]", "[IMG]", _mistral3),
@@ -193,6 +194,8 @@ def _image_processor(folder: Path, kind: str) -> Any:
             "transformers, which has the image processor, is not installed", fix=install_extra("hf")
         ) from error
     try:
+        if kind == "gemma4_unified":
+            return _without_pooling(folder)
         processor: Any = AutoImageProcessor
         return processor.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False, backend="pil"
@@ -211,3 +214,23 @@ def _image_processor(folder: Path, kind: str) -> Any:
             where=str(folder),
             fix=f"put {files} there, as published with the model",
         ) from error
+
+
+def _without_pooling(folder: Path) -> Any:
+    """What Gemma 4's processor makes of patches as large as those that the 12B model projects. Its own class, which
+    makes small patches and joins them, needs torchvision.
+    """
+    import transformers
+
+    path = next(folder / name for name in PROCESSOR_FILES if (folder / name).is_file())
+    settings: Json = json.loads(path.read_text(encoding="utf-8"))
+    settings = settings.get("image_processor", settings)
+    processor: Any = transformers
+    joined = int(settings.get("pooling_kernel_size", 3))
+    kept = ("do_resize", "resample", "do_rescale", "rescale_factor", "do_convert_rgb")
+    return processor.Gemma4ImageProcessorPil(
+        patch_size=joined * int(settings.get("patch_size", 16)),
+        pooling_kernel_size=1,
+        max_soft_tokens=int(settings.get("max_soft_tokens", 280)),
+        **{key: settings[key] for key in kept if key in settings},
+    )

@@ -29,7 +29,8 @@ from bloomery.data.shards import (
     open_split,
     read_manifest,
 )
-from bloomery.data.sources import arithmetic, builtin
+from bloomery.data.sources import builtin, shapes
+from bloomery.data.sources.documents import MADE_HERE
 from bloomery.data.sources.plugin_formats import format_plugin, is_row_format
 from bloomery.data.tokenizer.templates import BUILTIN, builtin_template
 from bloomery.data.tokenizer.tokenizer import tokenizer_spec
@@ -60,7 +61,7 @@ def identity(loaded: LoadedRecipe) -> str:
         if section["pictures"] is None:
             del section["pictures"]
     parts: dict[str, Any] = {"format": FORMAT, "data": data, "tokenizer": tokenizer_spec(recipe)}
-    if recipe.data.builtin not in (None, arithmetic.NAME):
+    if recipe.data.builtin is not None and recipe.data.builtin not in MADE_HERE:
         parts["python"] = builtin.identity()
     if (longest_prompt := max_prompt_tokens(recipe)) is not None:
         parts["max_prompt_tokens"] = longest_prompt
@@ -70,7 +71,7 @@ def identity(loaded: LoadedRecipe) -> str:
         parts["plugins"] = plugins
     reads_text = recipe.objective.spec.reads_text
     if reads_text:  # can the keys of data.chat change the tokens?
-        has_examples = recipe.data.builtin in ("stdlib-chat", "stdlib-pairs")
+        has_examples = recipe.data.builtin in ("stdlib-chat", "stdlib-pairs", shapes.NAME)
         formatted = has_examples or recipe.data.chat != Chat() or any(map(is_row_format, formats))
     else:
         formatted = recipe.data.builtin != "stdlib-code" and not formats <= {

@@ -11,7 +11,7 @@ from typing import Any
 
 from bloomery.core.errors import UserError
 from bloomery.data.examples import BadRow, Example, kind_of, text_of, to_wire
-from bloomery.data.sources import arithmetic, builtin
+from bloomery.data.sources import arithmetic, builtin, shapes
 from bloomery.data.sources.detection import columns_of_examples, format_of_row, like_examples
 from bloomery.data.sources.files import SourceFile, list_files, other_splits
 from bloomery.data.sources.formats import (
@@ -44,6 +44,8 @@ from bloomery.data.sources.turns import refuse_media
 from bloomery.facts.columns import COLUMN_NAMES, PICTURES, ColumnUse, is_empty
 from bloomery.recipe.schema import Data, Source
 
+# Built-in datasets that are made from nothing, and not of Python's files.
+MADE_HERE = {arithmetic.NAME: arithmetic, shapes.NAME: shapes}
 TEXT_COLUMNS = ("text", "content", "code", "body", "document", "completion")
 _IGNORED = -100  # the label that torch and transformers mask
 TOKEN_COLUMNS = ("input_ids", "tokens", "token_ids")
@@ -120,8 +122,9 @@ class Dataset:
     @property
     def text_bytes(self) -> float:
         """The approximate bytes of the files that become documents."""
-        if self.builtin == arithmetic.NAME:
-            return arithmetic.num_bytes(self.required_format)
+        if self.builtin in MADE_HERE:
+            size: int = MADE_HERE[self.builtin].num_bytes(self.required_format)
+            return size
         return self.bytes * builtin.SHARES.get(self.builtin or "", 1.0)
 
 
@@ -145,8 +148,7 @@ def open_datasets(data: Data, required_format: RequiredFormat = "text") -> list[
                 where="data.builtin",
                 fix="use stdlib-code",
             )
-        made_here = data.builtin == arithmetic.NAME
-        files = () if made_here else tuple(builtin.stdlib_files())
+        files = () if data.builtin in MADE_HERE else tuple(builtin.stdlib_files())
         return [Dataset(data.builtin, files, required_format=required_format, builtin=data.builtin)]
     return [open_dataset(source, required_format) for source in sources_of(data)]
 
@@ -224,8 +226,9 @@ def _builtin_examples(dataset: Dataset) -> Iterator[Example] | None:
             return builtin.conversations(dataset.files)
         case "stdlib-pairs":
             return builtin.pairs(dataset.files)
-        case arithmetic.NAME:
-            return arithmetic.examples(dataset.required_format)
+        case str(name) if name in MADE_HERE:
+            made: Iterator[Example] = MADE_HERE[name].examples(dataset.required_format)
+            return made
     return None
 
 
