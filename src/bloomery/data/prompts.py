@@ -20,13 +20,15 @@ class Prompt:
     """A prompt of a run.
 
     `ids`: int64 [tokens], all that the model is given. `text`: the text of the row; of messages, what the chat template
-    wrote. `messages`: those of the row, None where it has a text. `columns`: the row's other columns.
+    wrote. `messages`: those of the row, None where it has a text. `columns`: the row's other columns. `pictures`: files
+    of those that `ids` have tokens for, in their order.
     """
 
     ids: Ids
     text: str
     messages: Turns | None
     columns: dict[str, Any]
+    pictures: tuple[bytes, ...] = ()
 
 
 def row_json(prompt: str | Turns, columns: Mapping[str, Any]) -> bytes:
@@ -82,9 +84,12 @@ class Prompts:
         ids = self._split.document(document)
         row = json.loads(self._split.rows[document])
         prompt = row["prompt"]
+        pictures: tuple[bytes, ...] = ()
+        if (stored := self._split.pictures) is not None:
+            pictures = tuple(stored[number] for number in stored.of_document(document))
         if isinstance(prompt, str):
-            return Prompt(ids, prompt, None, row["columns"])
-        return Prompt(ids, self._tokenizer.decode(ids.tolist()), prompt, row["columns"])
+            return Prompt(ids, prompt, None, row["columns"], pictures)
+        return Prompt(ids, self._tokenizer.decode(ids.tolist()), prompt, row["columns"], pictures)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:

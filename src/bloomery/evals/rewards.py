@@ -12,8 +12,10 @@ import torch
 from bloomery.core.errors import UserError
 from bloomery.core.progress import progress
 from bloomery.core.units import counted
-from bloomery.data.chat.render import Renderer, as_turn
+from bloomery.data.chat.render import Renderer
 from bloomery.data.order import mix
+from bloomery.data.pictures.encoder import PictureEncoder, saved_vision
+from bloomery.data.prepare.kinds import row_of
 from bloomery.data.prompts import Prompt, Prompts
 from bloomery.data.sources.documents import ReadStats, open_dataset, read_documents
 from bloomery.data.tokenizer.tokenizer import Tokenizer
@@ -32,9 +34,11 @@ from bloomery.recipe.schema import Source
 from bloomery.runs.consent import refuse_foreign_rewards
 from bloomery.train.rl.reward_models import RewardModels
 from bloomery.train.rl.rewards import Rewards, ScoredCompletions, worker_rewards
+from bloomery.train.rl.rollout_pictures import PromptReader
 from bloomery.train.rl.rollout_source import HELD_OUT, sampling_of
 from bloomery.train.rl.sampler import keyed_uniforms
 from bloomery.train.rl.scoring import reward_entries, score_entries
+from bloomery.train.state import add_vision
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ def evaluate_rewards(
             notes.append(f"same as in training: {count:,} of {len(held_out):,} held-out prompts")
         where = str(plan.data.prepared)
     else:
-        prompts = read_prompts(data, tokenizer, template=template)
+        prompts = read_prompts(data, tokenizer, plan.data.prepared, template=template)
         where = str(data)
     max_prompt_tokens = decoder.config.max_positions - objective.max_completion_length
     fitting = [prompt for prompt in prompts if len(prompt.ids) <= max_prompt_tokens]
@@ -118,6 +122,8 @@ def complete_as_trained(
     """One completion of each prompt, with the random numbers of the run's own evaluations."""
     objective = plan.objective
     assert isinstance(objective, Rollouts)
+    add_vision(decoder, plan)
+    read_prompt = PromptReader(plan.data.prepared)
     stop_ids = known_ids(tokenizer.eos_id, decoder.config.eos_token_id)
     uniforms = keyed_uniforms(
         {(place, 0): mix(plan.train.seed, HELD_OUT, place, 0) for place in range(len(prompts))}
@@ -132,7 +138,7 @@ def complete_as_trained(
     with eval_mode(decoder), torch.no_grad():
         return sample_completions(
             decoder,
-            [prompt.ids.tolist() for prompt in prompts],
+            [read_prompt(prompt) for prompt in prompts],
             1,
             sampling_of(objective, stop_ids),
             uniforms,
@@ -168,23 +174,31 @@ def summarized(
     )
 
 
-def read_prompts(data: Path, tokenizer: Tokenizer, *, template: str | None) -> list[Prompt]:
-    """The rows of a file or folder with their columns, tokenized as `prepare` does. Raises UserError."""
+def read_prompts(
+    data: Path, tokenizer: Tokenizer, prepared: Path, *, template: str | None
+) -> list[Prompt]:
+    """The rows of a file or folder with their columns, tokenized as `prepare` does. Raises UserError.
+
+    `prepared`: the run's dataset. Where it has pictures, so may the rows.
+    """
+    source = saved_vision(prepared)
+    encoder = None if source is None else PictureEncoder(source)
     dataset = open_dataset(Source(path=str(data), format="prompts"), "prompts")
     prompts = []
-    with Renderer(tokenizer, template=template, train_on="assistant") as renderer:
+    with Renderer(tokenizer, template=template, train_on="assistant", pictures=encoder) as renderer:
         for document in read_documents(dataset, on_error="stop", stats=ReadStats()):
             example = document.example
             if example is None:
                 continue
-            ids = np.array(renderer.encode(example)[0].ids, np.int64)
-            messages = None
-            if not isinstance(example.prompt, str):
-                messages = [as_turn(message) for message in example.prompt]
-            text = (
-                example.prompt
-                if isinstance(example.prompt, str)
-                else tokenizer.decode(ids.tolist())
+            encoded = renderer.encode(example)[0]
+            prompt, columns = row_of(example)
+            prompts.append(
+                Prompt(
+                    np.array(encoded.ids, np.int64),
+                    prompt if isinstance(prompt, str) else tokenizer.decode(encoded.ids),
+                    None if isinstance(prompt, str) else prompt,
+                    columns,
+                    encoded.pictures,
+                )
             )
-            prompts.append(Prompt(ids, text, messages, example.columns))
     return prompts

@@ -30,6 +30,7 @@ from bloomery.parallel.pipeline import PipelineLink, StageParameters, transport_
 from bloomery.parallel.stage import keep_stage
 from bloomery.plan.pipeline import stage_of
 from bloomery.plan.types import RunPlan, TrainPlan
+from bloomery.recipe.rewards import ModelReward
 from bloomery.recipe.schema import Lora, NoAdapter, Peft
 from bloomery.train.checkpoint.checkpointed_model import (
     CheckpointedModel,
@@ -351,21 +352,23 @@ def refuse_pictures(plan: RunPlan) -> None:
     kind = plan.objective.spec.kind
     # A checkpoint of the whole model has no place for the head of a reward model.
     gives_values = plan.objective.spec.values and isinstance(plan.adapter, NoAdapter)
+    reads_text = any(isinstance(each, ModelReward) for each in plan.rewards)
+    off = "turn it off"
     excluded = {
-        f"objective.kind={kind}": plan.objective.spec.source == "rollouts",
-        f"objective.kind={kind} without an adapter": gives_values,
-        "parallel.pipeline": train.pipeline > 1,
-        "parallel.shard": train.shard > 1,
-        "parallel.context": train.context > 1,
-        "parallel.stream": train.stream != "off",
-        "train.compile": train.compile,
+        f"objective.kind={kind} without an adapter": (gives_values, "set adapter={kind: lora}"),
+        "a reward model, which reads text": (reads_text, "score with functions or verifiers"),
+        "parallel.pipeline": (train.pipeline > 1, off),
+        "parallel.shard": (train.shard > 1, "set parallel.replicate"),
+        "parallel.context": (train.context > 1, off),
+        "parallel.stream": (train.stream != "off", off),
+        "train.compile": (train.compile, off),
     }
-    for key, is_excluded in excluded.items():
+    for key, (is_excluded, fix) in excluded.items():
         if is_excluded:
             raise UserError(
                 f"not supported with pictures: {key}",
                 where=str(plan.data.prepared),
-                fix="train with objective.kind=sft and an adapter on one device, or remove the pictures",
+                fix=f"{fix}, or remove the pictures",
             )
 
 

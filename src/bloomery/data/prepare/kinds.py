@@ -1,4 +1,4 @@
-"""Kinds of documents: which kinds a run can mix, how examples are tokenized, and the KL pairs of KTO."""
+"""Kinds of documents: which kinds a run can mix, how examples are tokenized, rows for rewards, the KL pairs of KTO."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -7,10 +7,12 @@ from typing import Any, Literal, NamedTuple, final
 import numpy as np
 
 from bloomery.core.errors import UserError
-from bloomery.data.chat.render import Renderer
-from bloomery.data.examples import Example
+from bloomery.data.chat.render import Renderer, as_turn
+from bloomery.data.examples import PICTURE, Example, pictures_of
+from bloomery.data.pictures.references import DATA_URL
 from bloomery.data.shards import ShardKind, Texts
 from bloomery.data.sources.documents import Dataset, Document, ReadStats, read_documents
+from bloomery.data.sources.picture_columns import MARK
 from bloomery.data.tokenizer.templates import formats_texts
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.recipe.objectives import Rollouts
@@ -134,6 +136,26 @@ def refuse_no_room(recipe: Recipe) -> None:
             fix=f"set data.sequence_length={2 * longest}, or a smaller objective.max_completion_length",
             code=2,
         )
+
+
+def row_of(example: Example) -> tuple[str | list[dict[str, Any]], dict[str, Any]]:
+    """What rewards are given of a prompt's row: the text or the messages, and the other columns.
+
+    MARK stands for each picture in a message; their paths are in a column `images`, None of one that has none.
+    """
+    if isinstance(example.prompt, str):
+        return example.prompt, example.columns
+    turns = [
+        as_turn(
+            replace(turn, content=turn.content.replace(PICTURE, MARK)) if turn.pictures else turn
+        )
+        for turn in example.prompt
+    ]
+    references = pictures_of(example.prompt)
+    if not references:
+        return turns, example.columns
+    paths = [None if DATA_URL.match(reference) else reference for reference in references]
+    return turns, {"images": paths, **example.columns}
 
 
 def missing_markup(tokenizer: Tokenizer, template: str | None) -> list[str]:

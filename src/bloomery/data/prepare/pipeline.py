@@ -21,7 +21,6 @@ from pydantic import BaseModel, ValidationError
 from bloomery.core.errors import UserError
 from bloomery.core.files import open_input, write_durably
 from bloomery.core.units import MIB
-from bloomery.data.chat.render import as_turn
 from bloomery.data.chat.written import PartCounts, added
 from bloomery.data.examples import BadRow, num_pictures, texts_of
 from bloomery.data.pictures.encoder import vision_source
@@ -31,6 +30,7 @@ from bloomery.data.prepare.kinds import (
     kinds_among,
     max_prompt_tokens,
     refuse_mixture,
+    row_of,
     train_on,
 )
 from bloomery.data.prepare.split import SPLIT_RULE, content_key, make_splitter, validation_datasets
@@ -293,9 +293,7 @@ def _row(document: Document) -> bytes:
     """What rewards are given of a prompt's row."""
     example = document.example
     assert example is not None
-    prompt = example.prompt
-    turns = prompt if isinstance(prompt, str) else [as_turn(message) for message in prompt]
-    return row_json(turns, example.columns)
+    return row_json(*row_of(example))
 
 
 def untokenised() -> UserError:

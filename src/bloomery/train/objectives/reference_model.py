@@ -13,6 +13,7 @@ from bloomery.infer.forward import matmul_dtype
 from bloomery.model.decoder import Decoder
 from bloomery.model.experts import ExpertMLPs
 from bloomery.model.io.weights import quantize_model
+from bloomery.model.vision import VisionTower, load_tower
 from bloomery.parallel.apply import apply
 from bloomery.parallel.fsdp import apply_fsdp
 from bloomery.parallel.mesh import Mesh
@@ -81,7 +82,19 @@ def build_reference_model(
     InitialWeights(source, plan.train.seed, plan.model.new_ids, note, mesh).fill(reference)
     if on_host:
         stream_blocks(reference, device)
+    if policy.vision is not None:
+        reference.see(_tower(plan, policy.vision, device))
     return reference.eval()
+
+
+def _tower(plan: RunPlan, tower: VisionTower, device: torch.device) -> VisionTower:
+    """The policy's, where no update changes it; else another one, as the run started from."""
+    if not any(parameter.requires_grad for parameter in tower.parameters()):
+        return tower
+    assert plan.model.source is not None, "a tower is a folder's"
+    precision = plan.train.precision
+    dtype = torch.float32 if precision == "float16" else matmul_dtype(precision)
+    return load_tower(tower.vision, plan.model.source, dtype=dtype, device=device)
 
 
 def _take_dtypes(reference: Decoder, policy: Decoder, precision: str) -> None:

@@ -13,6 +13,7 @@ from bloomery.model.decoder import Decoder
 from bloomery.plan.types import TrainPlan
 from bloomery.train.objectives.build import Scoring, as_reference, in_groups
 from bloomery.train.rl.rollout import (
+    Complete,
     MicroBatchShape,
     RolloutSample,
     completion_span,
@@ -30,14 +31,23 @@ class PolicyScores:
     """Computes them as training does, on all ranks, which call it together."""
 
     def __init__(
-        self, state: TrainState, scoring: Scoring, reference: Decoder | None, train: TrainPlan
+        self,
+        state: TrainState,
+        scoring: Scoring,
+        reference: Decoder | None,
+        train: TrainPlan,
+        complete: Complete,
     ) -> None:
-        """`reference`: the frozen copy of the start; None where the model without its adapter is the reference."""
+        """`reference`: the frozen copy of the start; None where the model without its adapter is the reference.
+
+        `complete`: micro-batches, with the pictures of their samples.
+        """
         self._state = state
         self._scoring = scoring
         self._reference = reference
         self._precision = train.precision
         self._together = train.stream_micro_batches
+        self._complete = complete
 
     def logps(
         self,
@@ -65,7 +75,9 @@ class PolicyScores:
         model = self._state.model
         device = model.device
         mesh = self._state.model_and_optimizer.mesh
-        batches, places = pack_for_rank(samples, shape, rank=mesh.data_rank, world=mesh.data_world)
+        batches, places = pack_for_rank(
+            samples, shape, rank=mesh.data_rank, world=mesh.data_world, complete=self._complete
+        )
 
         # 2. The outputs for this rank's samples, then those of all. The value head is of the policy alone.
         scoring = replace(self._scoring, value_head=None) if of_reference else self._scoring

@@ -1,6 +1,6 @@
 """A rollout: completions that the policy sampled, with what training on them needs; a part of every checkpoint."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -32,7 +32,8 @@ class RolloutSample:
 
     `sampled_logps`: of each token as it was sampled; `old_logps`: under the model that trained when it was sampled,
     None where only that model trains on it. `has_loss`: False for a completion that is not trained on, and counts as a
-    completion. `targets`: with a value head, in place of one `advantage`.
+    completion. `targets`: with a value head, in place of one `advantage`. `prompt_number`: of the prompt in the run,
+    from which its pictures are read again.
     """
 
     prompt_ids: tuple[int, ...]
@@ -42,6 +43,7 @@ class RolloutSample:
     old_logps: tuple[float, ...] | None = None
     has_loss: bool = True
     targets: TokenTargets | None = None
+    prompt_number: int = -1
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
@@ -95,6 +97,7 @@ class Rollout:
             ),
             "advantages": torch.tensor([sample.advantage for sample in self.samples]),
             "has_loss": torch.tensor([sample.has_loss for sample in self.samples]),
+            "prompt_numbers": torch.tensor([sample.prompt_number for sample in self.samples]),
         }
         if all(sample.old_logps is not None for sample in self.samples):
             tensors["old_logps"] = torch.tensor(
@@ -138,6 +141,10 @@ class Rollout:
             targets = [
                 TokenTargets(*of_sample) for of_sample in zip(*columns_of_targets, strict=True)
             ]
+        # Checkpoints of versions before rollouts had pictures have no numbers of prompts.
+        prompt_numbers = [-1] * len(prompts)
+        if "prompt_numbers" in tensors:
+            prompt_numbers = tensors["prompt_numbers"].tolist()
         columns = zip(
             prompts,
             completions,
@@ -146,6 +153,7 @@ class Rollout:
             old_logps,
             tensors["has_loss"].tolist(),
             targets,
+            prompt_numbers,
             strict=True,
         )
         samples = tuple(RolloutSample(*column) for column in columns)
@@ -186,8 +194,23 @@ class MicroBatchShape:
         return cls(train.micro_batch_size, data.sequence_length, data.pin_memory)
 
 
+PlacedSamples = Sequence[tuple[RolloutSample, SamplePlace]]
+# A micro-batch with what its samples, in the order of their tokens, have beside tokens: their pictures.
+Complete = Callable[[Batch, PlacedSamples], Batch]
+
+
+def without_pictures(batch: Batch, members: PlacedSamples) -> Batch:
+    del members
+    return batch
+
+
 def pack_for_rank(
-    samples: Sequence[RolloutSample], shape: MicroBatchShape, *, rank: int, world: int
+    samples: Sequence[RolloutSample],
+    shape: MicroBatchShape,
+    *,
+    rank: int,
+    world: int,
+    complete: Complete = without_pictures,
 ) -> tuple[list[Batch], list[SamplePlace]]:
     """The micro-batches of a rank, as many as every rank has, and the places of its samples.
 
@@ -195,25 +218,44 @@ def pack_for_rank(
     """
     length = shape.length
     rows = shape.rows
-    packed_by_rank = [
-        pack(samples[first::world], length=length, rows=rows) for first in range(world)
-    ]
-    batches, places = packed_by_rank[rank]
-    most_batches = max(len(of_rank) for of_rank, _ in packed_by_rank)
+    batches, places = pack(samples[rank::world], length=length, rows=rows, complete=complete)
+    most_batches = max(
+        num_batches(place_samples(samples[first::world], length=length, rows=rows))
+        for first in range(world)
+    )
     while len(batches) < most_batches:
-        batches.append(empty_batch(samples, length=length, rows=rows))
+        batches.append(empty_batch(samples, length=length, rows=rows, complete=complete))
     return [pinned(batch) for batch in batches] if shape.pin_memory else batches, places
 
 
 def pack(
-    samples: Sequence[RolloutSample], *, length: int, rows: int
+    samples: Sequence[RolloutSample],
+    *,
+    length: int,
+    rows: int,
+    complete: Complete = without_pictures,
 ) -> tuple[list[Batch], list[SamplePlace]]:
     """Micro-batches of `rows` sequences of `length` tokens with all samples, and the place of each sample.
 
-    A sample is a document of a packed sequence: it goes into the first sequence that has room. Its completion has the
-    loss. The last micro-batch may have rows of padding.
+    A sample is a document of a packed sequence. Its completion has the loss. The last micro-batch may have rows of
+    padding.
     """
-    # 1. A sequence for each sample.
+    places = place_samples(samples, length=length, rows=rows)
+    batches = []
+    for number in range(num_batches(places)):
+        members = [
+            (sample, place)
+            for sample, place in zip(samples, places, strict=True)
+            if place.micro_batch == number
+        ]
+        batch = _batch_of(members, samples[0].extras(), length=length, rows=rows)
+        in_order = sorted(members, key=lambda member: (member[1].row, member[1].start))
+        batches.append(complete(batch, in_order))
+    return batches, places
+
+
+def place_samples(samples: Sequence[RolloutSample], *, length: int, rows: int) -> list[SamplePlace]:
+    """Each sample goes into the first sequence that has room, and `rows` sequences into a micro-batch."""
     used_tokens: list[int] = []
     sequences_and_starts: list[tuple[int, int]] = []
     for sample in samples:
@@ -226,27 +268,25 @@ def pack(
             used_tokens.append(0)
         sequences_and_starts.append((sequence, used_tokens[sequence]))
         used_tokens[sequence] += len(sample)
-    num_batches = -(-len(used_tokens) // rows)
-    places = [
+    return [
         SamplePlace(sequence // rows, sequence % rows, start)
         for sequence, start in sequences_and_starts
     ]
 
-    # 2. The tensors of each micro-batch.
-    batches = []
-    for number in range(num_batches):
-        members = [
-            (sample, place)
-            for sample, place in zip(samples, places, strict=True)
-            if place.micro_batch == number
-        ]
-        batches.append(_batch_of(members, samples[0].extras(), length=length, rows=rows))
-    return batches, places
+
+def num_batches(places: Sequence[SamplePlace]) -> int:
+    return max((place.micro_batch + 1 for place in places), default=0)
 
 
-def empty_batch(samples: Sequence[RolloutSample], *, length: int, rows: int) -> Batch:
+def empty_batch(
+    samples: Sequence[RolloutSample],
+    *,
+    length: int,
+    rows: int,
+    complete: Complete = without_pictures,
+) -> Batch:
     """A micro-batch without samples, for a rank that has fewer of `samples` than others."""
-    return _batch_of([], samples[0].extras(), length=length, rows=rows)
+    return complete(_batch_of([], samples[0].extras(), length=length, rows=rows), [])
 
 
 def _batch_of(

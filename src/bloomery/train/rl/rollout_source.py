@@ -32,6 +32,7 @@ from bloomery.train.rl.reward_files import changed_rewards
 from bloomery.train.rl.reward_models import RewardModels
 from bloomery.train.rl.rewards import Rewards, worker_rewards
 from bloomery.train.rl.rollout import MicroBatchShape, Rollout, RolloutSample, pack_for_rank
+from bloomery.train.rl.rollout_pictures import PromptReader, RolloutPictures
 from bloomery.train.rl.rollout_records import completion_metrics, write_completions
 from bloomery.train.rl.sampler import JointWait, Sampler
 from bloomery.train.rl.scoring import CompletionScorer, columns_of
@@ -90,6 +91,8 @@ class RolloutSource:
         held_out: Prompts,
         scorer: CompletionScorer,
         advantages: Advantages,
+        read_prompt: PromptReader,
+        pictures: RolloutPictures,
         tokenizer: Tokenizer,
         run_dir: Path,
         emit: Emit,
@@ -97,7 +100,10 @@ class RolloutSource:
         time_is_up: Callable[[], bool],
     ) -> None:
         self._state = state
-        self._sampler = Sampler(state, settings.sampling, emit=emit, stop=stop)
+        self._sampler = Sampler(
+            state, settings.sampling, read_prompt=read_prompt, emit=emit, stop=stop
+        )
+        self._pictures = pictures
         self._settings = settings
         self._prompts = prompts
         self._held_out = held_out
@@ -209,6 +215,7 @@ class RolloutSource:
                 tuple(text.ids),
                 tuple(text.logps),
                 has_loss=not (settings.mask_truncated and text.truncated),
+                prompt_number=first_prompt + text.prompt,
             )
             for text in completions
         ]
@@ -256,7 +263,11 @@ class RolloutSource:
         indices = sorted(order[part * per_step : (part + 1) * per_step])
         samples = [rollout.samples[index] for index in indices]
         batches, _ = pack_for_rank(
-            samples, shape, rank=self._mesh.data_rank, world=self._mesh.data_world
+            samples,
+            shape,
+            rank=self._mesh.data_rank,
+            world=self._mesh.data_world,
+            complete=self._pictures,
         )
 
         # 2. The prompts are behind the run once the last step has trained on them.
@@ -282,6 +293,7 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
         inputs.state.model.value_head,
     )
     prompts = Prompts(plan.data.prepared, seed=plan.train.seed)
+    pictures = RolloutPictures(plan.data.prepared, prompts)
     mesh = inputs.state.model_and_optimizer.mesh
     if mesh.first_rank:
         for reason in changed_rewards(inputs.run_dir, plan.rewards):
@@ -298,6 +310,7 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
         policy_scoring(objective, scoring),
         inputs.reference_model,
         plan.train,
+        pictures,
     )
     return RolloutSource(
         inputs.state,
@@ -322,6 +335,8 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
             mesh=mesh,
         ),
         advantages=advantages_of(objective, policy_scores),
+        read_prompt=PromptReader(plan.data.prepared),
+        pictures=pictures,
         tokenizer=inputs.tokenizer,
         run_dir=inputs.run_dir,
         emit=inputs.emit,

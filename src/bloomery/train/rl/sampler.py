@@ -146,11 +146,14 @@ class Sampler:
         state: TrainState,
         sampling: Sampling,
         *,
+        read_prompt: Callable[[Prompt], list[int]],
         emit: Emit,
         stop: Callable[[], bool],
     ) -> None:
+        """`read_prompt`: what is decoded of a prompt, with its pictures."""
         self._state = state
         self._sampling = sampling
+        self._read_prompt = read_prompt
         self._emit = emit
         self._stop = stop
         self._slots = ROLLOUT_SLOTS
@@ -197,7 +200,7 @@ class Sampler:
             try:
                 return sample_completions(
                     model,
-                    [prompts[place].ids.tolist() for place in own_places],
+                    [self._read_prompt(prompts[place]) for place in own_places],
                     num_generations,
                     self._sampling,
                     uniforms,
