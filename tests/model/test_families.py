@@ -35,6 +35,12 @@ def test_a_config_is_the_same_after_writing_and_reading(case: str) -> None:
     assert config_from_hf(json.loads(json.dumps(config_to_hf(config)))) == config
 
 
+@pytest.mark.parametrize("case", ["qwen3.5", "glm4"])
+def test_heads_that_rotate_whole_are_stated_where_a_family_rotates_a_part(case: str) -> None:
+    config = replace(config_from_hf(tiny_reference(case).config.to_dict()), rotary_share=1.0)
+    assert config_from_hf(json.loads(json.dumps(config_to_hf(config)))) == config
+
+
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_an_activation_is_the_one_that_transformers_has_under_the_name(name: str) -> None:
     x = torch.linspace(-6, 6, 101)

@@ -152,7 +152,8 @@ def test_a_run_with_averaged_weights_resumes_bitwise_and_evaluates_them(prepared
     last = whole.of(EvalDone)[-1]
     assert last.loss != plain.of(EvalDone)[-1].loss
     write_plan(plan, whole.folder / "plan.json")
-    scores, _ = evaluate_as_trained(*load_to_evaluate(whole.folder, step="5", use=Use("cpu")), plan)
+    loaded = load_to_evaluate(whole.folder, step="5", use=Use("cpu"))
+    scores, _ = evaluate_as_trained(*loaded, plan, whole.checkpoint(5))
     assert scores.loss == pytest.approx(last.loss, rel=1e-6), (
         "the model of a checkpoint is the average"
     )

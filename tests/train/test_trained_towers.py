@@ -1,5 +1,7 @@
 """Runs that train what reads pictures: their gradients, checkpoints, adapters and ranks."""
 
+import shutil
+
 import pytest
 import torch
 from peft import PeftModel
@@ -11,10 +13,17 @@ from transformers import AutoModelForImageTextToText
 
 from bloomery.data.loader import Loader
 from bloomery.data.order import Cursor
+from bloomery.evals.evaluate import evaluate_model
+from bloomery.export.layouts import export, export_merged
 from bloomery.facts.pictures import is_projector, vision_of
 from bloomery.infer.forward import forward
+from bloomery.infer.load import Use, load_used
+from bloomery.infer.model_folder import find_model
+from bloomery.infer.picture_prompts import open_eyes
 from bloomery.model.configs import read_config
 from bloomery.model.forward_input import ALL_LOGITS
+from bloomery.monitor.events import EvalDone
+from bloomery.plan.store import write_plan
 from bloomery.plan.types import VisionPlan
 from bloomery.recipe.schema import Lora, NoAdapter
 from bloomery.train.state import build_state
@@ -81,7 +90,7 @@ def stored(folder):
     return tensors
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("kind", ["smolvlm", "qwen3_vl"])
 def test_a_run_resumes_to_the_same_bits_and_frozen_parts_stay(name, kind, tmp_path):
@@ -139,7 +148,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_an_adapter_opens_in_peft_on_the_whole_model(kind, name, tmp_path):
     prepared = prepared_rows(tmp_path, ROWS, kind=kind, weights=True)
@@ -159,3 +168,53 @@ def test_an_adapter_opens_in_peft_on_the_whole_model(kind, name, tmp_path):
     made = logits_of(tuned, batch)
     assert (made - before)[is_real].abs().max() > 1e-2
     assert_close(made[is_real], logits[is_real], atol=1e-4, rtol=1e-4)
+
+    # Merged, it is a model of transformers; opened with its base, the same.
+    merged = tmp_path / "merged"
+    done = export_merged(find_model(run.checkpoint(5)), merged)
+    assert any("that the adapter changes" in proof for proof in done.proofs)
+    assert_close(logits_of(opened(merged), batch)[is_real], made[is_real], atol=1e-4, rtol=1e-4)
+    files = find_model(run.checkpoint(5))
+    decoder = load_used(files, Use("cpu"), dtype=torch.float32)
+    open_eyes(decoder, files).close()
+    with torch.no_grad():
+        used = forward(decoder, batch, ALL_LOGITS, precision="float32").head
+    assert_close(used[is_real], logits[is_real], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("stage", [{"train": "all"}, FIRST_STAGE])
+def test_a_checkpoint_is_a_model_of_transformers_and_is_exported(stage, tmp_path):
+    prepared = prepared_rows(tmp_path, ROWS, kind="smolvlm", weights=True)
+    plan = plan_of(tmp_path, prepared, vision=stage)
+    run = Run(plan, tmp_path / "run")
+    state = build_state(plan, resume_from=run.checkpoint(5))
+    batch = Loader(prepared, sequence_length=256, layout="padded", seed=0).batch(Cursor(0, 0), 4)
+    with torch.no_grad():
+        logits = forward(state.model, batch, ALL_LOGITS, precision="float32").head
+    is_real = batch.documents >= 0
+    shutil.copytree(run.checkpoint(5), tmp_path / "tuned")
+    assert_close(
+        logits_of(opened(tmp_path / "tuned"), batch)[is_real], logits[is_real], atol=1e-4, rtol=1e-4
+    )
+    before = logits_of(opened(tmp_path / "base"), batch)
+    assert (before - logits)[is_real].abs().max() > 1e-2
+    export(run.checkpoint(5), tmp_path / "exported", keeps_vision=True)
+    exported, tuned = stored(tmp_path / "exported"), stored(run.checkpoint(5))
+    assert exported.keys() == tuned.keys()
+    assert all(torch.equal(tensor, exported[name]) for name, tensor in tuned.items())
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", ["lora on all", "all"])
+def test_eval_has_the_loss_of_the_runs_own_evaluation(name, tmp_path):
+    rows = [row(color, TEXT, answer=f"{n}") for n in range(8) for color in (RED, BLUE)]
+    prepared = prepared_rows(tmp_path, rows, kind="smolvlm", weights=True, validation=0.3)
+    sections = {**RUNS, **ADAPTERS}[name]
+    if name == "all":
+        sections, _ = sections
+    plan = plan_of(tmp_path, prepared, eval={"every_steps": 3}, **sections)
+    run = Run(plan, tmp_path / "run")
+    write_plan(plan, run.folder / "plan.json")
+    scores, _ = evaluate_model(run.folder, None, step="last")
+    assert scores.loss == pytest.approx(run.of(EvalDone)[-1].loss, rel=1e-6)

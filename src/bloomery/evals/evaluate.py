@@ -40,7 +40,7 @@ from bloomery.train.batch_source import open_loader
 from bloomery.train.evaluation.evaluation import validation_result as evaluate_validation
 from bloomery.train.evaluation.scoring import PairMetrics, score_documents, score_pairs
 from bloomery.train.objectives.build import pretraining
-from bloomery.train.state import add_vision
+from bloomery.train.state import add_tuned_vision
 
 KINDS_OF_ROWS: tuple[RequiredFormat, ...] = ("sft", "pairs", "kto")  # the first takes text, too
 
@@ -113,7 +113,8 @@ def evaluate_model(
         length = None if plan is None else plan.data.sequence_length
         return evaluate_pairs(decoder, tokenizer, data, template=template, sequence_length=length)
     if plan is not None and bos and template is None:
-        as_trained = evaluate_as_trained(decoder, tokenizer, plan)
+        weights = find_model(model, step).weights
+        as_trained = evaluate_as_trained(decoder, tokenizer, plan, weights)
         if as_trained is not None:
             return as_trained
     result, notes = evaluate(decoder, tokenizer, data, bos=bos, template=template)
@@ -203,10 +204,11 @@ def evaluate(
 
 
 def evaluate_as_trained(
-    decoder: Decoder, tokenizer: Tokenizer, plan: RunPlan
+    decoder: Decoder, tokenizer: Tokenizer, plan: RunPlan, weights: Path
 ) -> tuple[TextScores, list[str]] | None:
     """The scores of the run's own evaluation: the same packed sequences of its validation set.
 
+    `weights`: the folder of the decoder's, which has what was trained of the parts that read pictures, too.
     None where the loss is not per token, or without a validation set. Raises UserError when no token can be scored.
     """
     tokens = read_manifest(plan.data.prepared).validation.tokens
@@ -219,7 +221,7 @@ def evaluate_as_trained(
     on_own_device = plan.train.device == decoder.device.type
     # The block mask is supported by every device.
     decoder.use_attention(plan.model.attention if on_own_device else "mask")
-    add_vision(decoder, plan)
+    add_tuned_vision(decoder, plan, weights)
     loader = open_loader(plan.data, "validation", seed=plan.train.seed)
     sizes = tokenizer.token_bytes()
     objective = pretraining(score_chunk=plan.model.score_chunk)

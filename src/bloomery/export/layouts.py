@@ -47,6 +47,7 @@ from bloomery.model.adapters.settings import (
     refuse_other_base,
     stated_settings,
 )
+from bloomery.model.adapters.tower import merged_tower
 from bloomery.model.configs import (
     headers_of,
     quantized_as,
@@ -272,8 +273,11 @@ def export_merged(
         if verify:
             proofs += _compare_logits(draft, model_files, target_dtype, use)
         if is_inside_whole(model_files.weights):
-            make_whole(draft, model_files.base)
+            changed = merged_tower(model_files.base, model_files.weights, config)
+            make_whole(draft, model_files.base, changed)
             proofs.append("whole: the vision tower and its processor are those of the base")
+            if changed:
+                proofs[-1] += f", but for {len(changed)} tensors that the adapter changes"
     return finished_export(out, proofs)
 
 

@@ -269,11 +269,15 @@ def _scaling(
     )
 
 
-def rope_keys(config: ModelConfig) -> HfKeys:
-    """The settings under their new and their old names, so that old and new versions of transformers agree."""
+def rope_keys(config: ModelConfig, *, default_share: float = 1.0) -> HfKeys:
+    """The settings under their new and their old names, so that old and new versions of transformers agree.
+
+    `default_share`: the part of each head that rotates where a config.json of the family names none.
+    """
     scaling = config.rope_scaling
     keys = {"rope_theta": config.rope_theta}
-    share = {} if config.rotary_share == 1.0 else {"partial_rotary_factor": config.rotary_share}
+    is_default = config.rotary_share == 1.0 == default_share
+    share = {} if is_default else {"partial_rotary_factor": config.rotary_share}
     stretched: HfKeys = {"rope_type": "default"} if scaling is None else _scaling_keys(scaling)
     flat = {"rope_theta": config.rope_theta, **share, **stretched}
     hf_keys: HfKeys = {

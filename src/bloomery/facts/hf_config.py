@@ -203,7 +203,8 @@ def config_to_hf(config: ModelConfig) -> HfKeys:
             "embd_pdrop": config.embedding_dropout,
         }
     if config.positions == "rotary":
-        raw_config |= rope_keys(config)
+        default_share = family.defaults.get("partial_rotary_factor", 1.0)
+        raw_config |= rope_keys(config, default_share=default_share)
     if config.head == "values":  # transformers' names for a model with one value per text
         stem = family.classifier or family.architecture.removesuffix("ForCausalLM").removesuffix(
             "LMHeadModel"

@@ -18,9 +18,10 @@ from bloomery.facts.picture_sizes import PROCESSOR_FILES
 from bloomery.facts.pictures import vision_of
 from bloomery.infer.forward import refuse_other_number
 from bloomery.infer.model_folder import ModelFiles
+from bloomery.model.adapters.tower import open_tower
 from bloomery.model.decoder import Decoder
 from bloomery.model.pictures import SeenPictures
-from bloomery.model.vision import PictureFeatures, load_tower
+from bloomery.model.vision import PictureFeatures
 
 
 def seen_in_piece(
@@ -104,5 +105,15 @@ def open_eyes(decoder: Decoder, files: ModelFiles) -> PictureEncoder:
         dtype = decoder.model.embed_tokens.weight.dtype
         dtype = torch.float32 if dtype == torch.float16 else dtype
         folder = Path(source.folder)
-        decoder.see(load_tower(source.vision, folder, dtype=dtype, device=decoder.device))
+        adapter = None if files.base is None else files.weights
+        decoder.see(
+            open_tower(
+                source.vision,
+                folder,
+                dtype=dtype,
+                device=decoder.device,
+                adapter=adapter,
+                config=decoder.config,
+            )
+        )
     return PictureEncoder(source)

@@ -18,9 +18,10 @@ from bloomery.infer.forward import matmul_dtype, prepare_weights
 from bloomery.model.adapters.lora import adapt, adapt_tower, tower_pairs
 from bloomery.model.adapters.peft_methods import PeftAdapter, method_config
 from bloomery.model.adapters.settings import Base, adaptation, base_of
+from bloomery.model.adapters.tower import read_tower_adapter
 from bloomery.model.decoder import VALUE_HEAD, Decoder
 from bloomery.model.io.weights import init_weights, quantize_model
-from bloomery.model.vision import load_tower
+from bloomery.model.vision import load_tower, read_trained_tower
 from bloomery.parallel.apply import apply, checkpoint_block
 from bloomery.parallel.context import HeadExchange
 from bloomery.parallel.experts import RowExchange, divide_experts
@@ -344,6 +345,17 @@ def add_vision(model: Decoder, plan: RunPlan) -> dict[str, float]:
         else plan.vision.learning_rate
         for name in tower.trained
     }
+
+
+def add_tuned_vision(model: Decoder, plan: RunPlan, folder: Path) -> None:
+    """`add_vision` of a finished run, as a checkpoint or an export of its adapter or whole model has it."""
+    add_vision(model, plan)
+    if model.vision is None:
+        return
+    if isinstance(plan.adapter, NoAdapter):
+        read_trained_tower(model.vision, folder)
+    else:
+        read_tower_adapter(model.vision, folder)
 
 
 def refuse_pictures(plan: RunPlan) -> None:

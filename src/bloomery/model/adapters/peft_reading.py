@@ -15,6 +15,7 @@ import torch
 from bloomery.core.errors import UserError
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import Shape, expert_stacks, parameter_shapes
+from bloomery.facts.pictures import vision_of
 from bloomery.model.adapters import mlx_files
 from bloomery.model.adapters.mlx_files import peft_tensors
 from bloomery.model.adapters.patterns import first_matches
@@ -52,9 +53,10 @@ from bloomery.model.adapters.settings import (
     stacks_in_memory,
     stored_modules,
 )
-from bloomery.model.configs import grown
+from bloomery.model.configs import grown, stated_config
 from bloomery.model.io.safetensors import TensorReader
 from bloomery.model.io.stored import (
+    VISION,
     WEIGHTS,
     StoredTensor,
     as_saved,
@@ -63,6 +65,7 @@ from bloomery.model.io.stored import (
     tensor_locations,
 )
 
+WHOLE = "model."  # before the names of all parts of transformers' whole model
 MAGNITUDE = "lora_magnitude_vector"
 # Keys that do not change what the adapter computes, or whose meaning is read from the tensors.
 HARMLESS = frozenset(
@@ -198,6 +201,10 @@ def read_adaptation(
     where = str(folder / adapter_file(folder))
     adapter_tensors(folder)  # refuses what is missing, damaged, a pickle or not finite
     tensors = base_tensors(folder, config, is_tied=shares_head(config))
+    # What reads pictures is no part of the decoder: `tower_changes` has it, of a base that sees them.
+    if base is not None and vision_of(stated_config(base), where=str(base)) is not None:
+        of_text = {n: each for n, each in tensors.by_name.items() if not n.startswith(VISION)}
+        tensors = replace(tensors, by_name=of_text)
     for name, tensor in tensors.by_name.items():
         refuse_vision(name, where=where)
         refuse_whole_numbers(name, tensor)
@@ -226,6 +233,38 @@ def read_adaptation(
         dtype="bfloat16" if is_bfloat16 else "float32",
     )
     return adaptation, config
+
+
+@dataclass(frozen=True)
+class TowerChanges:
+    """What an adapter changes of what reads pictures, by names of transformers' whole model: `pairs` of LoRA by module,
+    and `tensors` of parameters, A and B of the pairs included.
+    """
+
+    pairs: Mapping[str, Pair]
+    tensors: Mapping[str, StoredTensor]
+
+
+def tower_changes(folder: Path, config: ModelConfig) -> TowerChanges | None:
+    """None where the adapter changes the language model alone. Raises UserError where it is no LoRA.
+
+    `config`: of the language model.
+    """
+    if read_settings(folder)["peft_type"] != "LORA":
+        return None
+    tensors = {
+        name if name.startswith(WHOLE) else WHOLE + name: tensor
+        for name, tensor in base_tensors(folder, config).by_name.items()
+        if name.startswith(VISION)
+    }
+    if not tensors:
+        return None
+    settings = _settings(folder, config)
+    modules = [match[1] for name in tensors if (match := PAIR.fullmatch(name))]
+    odd = [name for name in tensors if ".lora_" in name and not PAIR.fullmatch(name)]
+    if odd or settings.dora or settings.residual:
+        refuse_vision((odd or [*tensors])[0], where=str(folder / TENSORS))
+    return TowerChanges(settings.pairs(list(dict.fromkeys(modules))), tensors)
 
 
 class _Reading:

@@ -12,13 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from bloomery.core.errors import UserError
-from bloomery.model.adapters.lora import LoraLinear
+from bloomery.facts.config import ModelConfig
+from bloomery.facts.pictures import Vision, vision_of
+from bloomery.model.adapters.lora import LoraLinear, adapt_tower
 from bloomery.model.adapters.peft_names import AGAIN, PREFIX
-from bloomery.model.adapters.settings import TENSORS, Pair
-from bloomery.model.io.parameters import put
+from bloomery.model.adapters.peft_reading import PAIR, TowerChanges, tower_changes
+from bloomery.model.adapters.settings import TENSORS, Adaptation, Pair, right_base
+from bloomery.model.configs import stated_config
+from bloomery.model.io.parameters import is_linear_map, put
 from bloomery.model.io.safetensors import TensorReader
-from bloomery.model.io.stored import stored_tensors
-from bloomery.model.vision import LORA_NAMES, WHOLE, VisionTower
+from bloomery.model.io.stored import stored_tensors, vision_tensors
+from bloomery.model.vision import LORA_NAMES, WHOLE, VisionTower, load_tower, names_in_files
 
 LISTS = (nn.ModuleList, nn.ModuleDict)  # PEFT copies no module without a forward
 
@@ -128,3 +132,88 @@ def read_tower_adapter(tower: VisionTower, folder: Path) -> None:
                     f"the adapter lacks {in_file}", where=str(folder / TENSORS), fix=AGAIN
                 )
             put(reader.read(stored[in_file]), parameter)
+
+
+def open_tower(
+    vision: Vision,
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    adapter: Path | None = None,
+    config: ModelConfig | None = None,
+) -> VisionTower:
+    """The tower of a folder to be used, with what an adapter changes of it. `config`: of the language model.
+
+    Raises UserError as `load_tower` does, and for an adapter of another tower.
+    """
+    tower = load_tower(vision, folder, dtype=dtype, device=device)
+    changes = None if adapter is None or config is None else tower_changes(adapter, config)
+    if changes is not None:
+        assert adapter is not None
+        _refuse_other_tower(tower, changes, adapter)
+        adapt_tower(tower, changes.pairs, Adaptation(pairs={}))
+        parameters = {WHOLE + name: p for name, p in tower.tower.named_parameters()}
+        with torch.no_grad(), TensorReader() as reader:
+            for name, tensor in changes.tensors.items():
+                of_pair = PAIR.fullmatch(name)
+                parameter = parameters[f"{of_pair[1]}.{of_pair[2]}" if of_pair else name]
+                put(reader.read(tensor), parameter)
+    tower.requires_grad_(False)
+    return tower
+
+
+def _refuse_other_tower(tower: VisionTower, changes: TowerChanges, folder: Path) -> None:
+    parameters = dict(tower.tower.named_parameters())
+    modules = dict(tower.tower.named_modules())
+    for name, tensor in changes.tensors.items():
+        of_pair = PAIR.fullmatch(name)
+        if of_pair is None:
+            parameter = parameters.get(name.removeprefix(WHOLE))
+            fits = parameter is not None and tuple(parameter.shape) == tuple(tensor.shape)
+        else:
+            module = modules.get(of_pair[1].removeprefix(WHOLE))
+            fits = False
+            if module is not None and is_linear_map(module):
+                rank = changes.pairs[of_pair[1]].rank
+                is_A = of_pair[2] == "lora_A"
+                shape = (rank, module.in_features) if is_A else (module.out_features, rank)
+                fits = shape == tuple(tensor.shape)
+        if not fits:
+            raise UserError(
+                f"the adapter changes {name[:100]!r}, which what reads pictures in this base does not have so",
+                where=str(folder / TENSORS),
+                fix=right_base(folder),
+            )
+
+
+@torch.no_grad()
+def merged_tower(base: Path, adapter: Path, config: ModelConfig) -> dict[str, Tensor]:
+    """What an adapter changes of what reads pictures, merged: by the names of the base's files, in their dtypes.
+
+    Raises UserError as `open_tower` does.
+    """
+    vision = vision_of(stated_config(base), where=str(base))
+    changes = tower_changes(adapter, config)
+    if vision is None or changes is None:
+        return {}
+    tower = open_tower(
+        vision,
+        base,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        adapter=adapter,
+        config=config,
+    )
+    names = names_in_files(tower, base)
+    stored = vision_tensors(base)
+    merged = {
+        f"{module}.weight": cast(
+            LoraLinear, tower.tower.get_submodule(module.removeprefix(WHOLE))
+        ).merged_weight()
+        for module in changes.pairs
+    }
+    for name in changes.tensors:
+        if not PAIR.fullmatch(name):
+            merged[name] = tower.tower.get_parameter(name.removeprefix(WHOLE)).detach()
+    return {names[name]: each.to(stored[names[name]].dtype) for name, each in merged.items()}
