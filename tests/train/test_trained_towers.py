@@ -28,6 +28,7 @@ from bloomery.plan.types import VisionPlan
 from bloomery.recipe.schema import Lora, NoAdapter
 from bloomery.train.state import build_state
 from pictures_for_tests import BLUE, RED, TEXT, prepared_rows, row
+from ranks import losses, on_ranks, train
 
 # Every second row has no picture, so that some micro-batches have none.
 ROWS = [
@@ -55,7 +56,7 @@ def plan_of(folder, prepared, *, vision=None, adapter=None, **sections):
     return plan.model_copy(
         update={
             "adapter": NoAdapter() if adapter is None else Lora(**LORA, **adapter),
-            "vision": VisionPlan(**rates, **(vision or {})),
+            "vision": VisionPlan(**rates | (vision or {})),
         }
     )
 
@@ -78,6 +79,7 @@ RUNS = {
 
 
 def part_of(kind, name):
+    """Of a parameter of transformers' whole model."""
     if name.startswith(("lm_head.", "model.language_model.", "model.text_model.")):
         return "text"
     return "projector" if is_projector(kind, name) else "tower"
@@ -218,3 +220,78 @@ def test_eval_has_the_loss_of_the_runs_own_evaluation(name, tmp_path):
     write_plan(plan, run.folder / "plan.json")
     scores, _ = evaluate_model(run.folder, None, step="last")
     assert scores.loss == pytest.approx(run.of(EvalDone)[-1].loss, rel=1e-6)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kind", ["smolvlm", "qwen3_vl"])
+def test_the_parts_have_their_own_learning_rates(kind, tmp_path):
+    prepared = prepared_rows(tmp_path, ROWS, kind=kind, weights=True)
+    plan = plan_of(tmp_path, prepared, vision={"train": "all"}, optimizer={"kind": "muon"})
+    state = build_state(plan)
+    names = {parameter: name for name, parameter in state.optimizer.named_parameters.items()}
+    rates = {}
+    for member in state.optimizer.members:
+        for group in member.param_groups:
+            for parameter in group["params"]:
+                name = names.pop(parameter)
+                is_text = name not in state.model.vision.trained
+                part = "text" if is_text else part_of(kind, name)
+                rates.setdefault(part, set()).add((type(member).__name__, group["peak"]))
+    assert not names
+    assert rates["tower"] == {("AdamW", 0.005)}
+    assert rates["projector"] == {("AdamW", 0.01)}
+    assert {rate for _, rate in rates["text"]} == {0.01, 0.02}, "AdamW's and Muon's"
+
+
+def test_a_first_update_is_as_large_as_the_learning_rate_of_its_part(tmp_path):
+    """Without decay, Adam's first update of a parameter is its learning rate."""
+    prepared = prepared_rows(tmp_path, ROWS, kind="smolvlm", weights=True)
+    plan = plan_of(
+        tmp_path,
+        prepared,
+        vision={"train": "all", "learning_rate": 2e-4, "projector_learning_rate": 5e-3},
+        optimizer={"weight_decay": 0.0, "warmup_steps": 0, "learning_rate": 1e-3},
+        train={"steps": 1},
+        checkpoint={"every_steps": 1},
+    )
+    run = Run(plan, tmp_path / "run")
+    base, tuned = stored(tmp_path / "base"), stored(run.checkpoint(1))
+    largest = {}
+    for name, tensor in base.items():
+        change = (tuned[name] - tensor).abs().max().item()
+        part = part_of("smolvlm", name)
+        largest[part] = max(change, largest.get(part, 0.0))
+    assert largest == pytest.approx({"tower": 2e-4, "projector": 5e-3, "text": 1e-3}, rel=1e-3)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", ["first stage", "lora on the tower, projector in full", "all"])
+def test_ranks_of_which_not_all_have_pictures_train_as_one(name, tmp_path):
+    rows = [row(RED, TEXT, answer="red"), *[row(TEXT, answer=f"none {n}") for n in range(3)]] * 3
+    prepared = prepared_rows(tmp_path, rows, kind="smolvlm", weights=True)
+    sections = RUNS[name][0] if name in RUNS else ADAPTERS[name]
+    plan = plan_of(
+        tmp_path,
+        prepared,
+        **sections
+        | {"train": {**STEPS, "steps": 3, "accumulation": 2, "tokens_per_step": 512}}
+        | {"optimizer": {"eps": 1e-4}},  # rounding shows in updates by next to nothing
+    )
+    loader = Loader(prepared, sequence_length=256, layout="padded", seed=0)
+    with_pictures = [
+        [loader.batch(Cursor(0, 2 * step + rank), 1).pictures is not None for rank in range(2)]
+        for step in range(3)
+    ]
+    assert [True, False] in with_pictures
+    assert [False, False] in with_pictures, "the first stage: nothing has a gradient"
+    one = train(plan, tmp_path / "one")
+    two = train(on_ranks(plan, replicate=2), tmp_path / "two")
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    last = "checkpoints/step-00000003"
+    files = [each.name for each in (tmp_path / "one" / last).glob("*model*.safetensors")]
+    for file in files:
+        ours, theirs = (load_file(tmp_path / each / last / file) for each in ("one", "two"))
+        assert ours.keys() == theirs.keys()
+        for key, tensor in ours.items():
+            assert_close(theirs[key], tensor, atol=1e-5, rtol=1e-4)
+    assert files
