@@ -8,7 +8,12 @@ from pathlib import Path
 
 import torch
 from PIL import Image
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+)
 
 from bloomery.data.prepare.prepare import prepare
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
@@ -111,3 +116,35 @@ def prepared_rows(
     prepared = folder / f"prepared-{on_error}"
     prepare(load_recipe(folder / "recipe.yaml"), prepared)
     return prepared
+
+
+def answer_of_transformers(
+    folder: Path, turns: list[dict], pictures: list[bytes], max_new_tokens: int
+) -> str:
+    """What transformers' generate answers with the image processor and the template of a tiny Qwen3-VL.
+
+    `turns`: with lists of parts as content; an image part is `{"type": "image"}`.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    images = [Image.open(io.BytesIO(picture)) for picture in pictures]
+    inputs = processor(images, return_tensors="pt")
+    for _, rows, columns in inputs["image_grid_thw"].tolist():
+        prompt = prompt.replace("<|image_pad|>", "PAD" * (rows * columns // 4), 1)
+    prompt = prompt.replace("PAD", "<|image_pad|>")
+    ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    ends = [2, tokenizer.eos_token_id]
+    answer = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        **inputs,
+        mm_token_type_ids=(ids == model.config.image_token_id).int(),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        eos_token_id=ends,
+    )
+    new = [token for token in answer[0, ids.shape[1] :].tolist() if token not in ends]
+    assert len(new) >= 3, "choose another question"
+    return tokenizer.decode(new)

@@ -80,6 +80,8 @@ FLAGS = {
     "generate": {
         "--prompt",
         "--prompts",
+        "--data",
+        "--image",
         "--chat",
         "--max-new-tokens",
         "--temperature",

@@ -13,15 +13,13 @@ from typing import Any
 
 import openai
 import pytest
-import torch
 from PIL import Image
 from server_for_tests import LIMITS, Running, running
 from test_serve import client_of, idle, post
-from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
 from bloomery.data.examples import Message
 from bloomery.data.pictures.reader import Picture, PictureReader
-from pictures_for_tests import bomb, png, save_base
+from pictures_for_tests import answer_of_transformers, bomb, png, save_base
 
 CHAT = "/v1/chat/completions"
 SEEING = replace(LIMITS, context=400, body_bytes=3 * 2**20, pictures=4)
@@ -68,37 +66,20 @@ def client(server: Running) -> openai.OpenAI:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> str:
-    """What transformers' generate answers to CONVERSATION, with its own image processor and template."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    images = AutoImageProcessor.from_pretrained(folder, backend="pil")
-    turns = []
-    for turn in CONVERSATION:
-        parts = turn["content"] if isinstance(turn["content"], list) else [text(turn["content"])]
-        kinds = [{"type": "image"} if part["type"] == "image_url" else part for part in parts]
-        turns.append({"role": turn["role"], "content": kinds})
-    prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    made = images(
-        [Image.new("RGB", COLORS[name], name) for name in ("red", "blue", "green")],
-        return_tensors="pt",
-    )
-    for _, rows, columns in made["image_grid_thw"].tolist():
-        prompt = prompt.replace("<|image_pad|>", "PAD" * (rows * columns // 4), 1)
-    ids = tokenizer(
-        prompt.replace("PAD", "<|image_pad|>"), add_special_tokens=False, return_tensors="pt"
-    )["input_ids"]
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-    done = model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        **made,
-        mm_token_type_ids=(ids == model.config.image_token_id).int(),
-        max_new_tokens=GREEDY["max_tokens"],
-        do_sample=False,
-        eos_token_id=[2, tokenizer.eos_token_id],
-    )
-    new = done[0, ids.shape[1] :]
-    assert len(new) == GREEDY["max_tokens"]
-    return tokenizer.decode(new)
+    turns = [
+        {
+            "role": turn["role"],
+            "content": [
+                {"type": "image"} if part["type"] == "image_url" else part
+                for part in turn["content"]
+            ]
+            if isinstance(turn["content"], list)
+            else [text(turn["content"])],
+        }
+        for turn in CONVERSATION
+    ]
+    pictures = [png(*COLORS[color], color) for color in ("red", "blue", "green")]
+    return answer_of_transformers(folder, turns, pictures, GREEDY["max_tokens"])
 
 
 class TestAnswers:

@@ -30,13 +30,17 @@ from bloomery.cli.generate import (
 )
 from bloomery.core.errors import UserError
 from bloomery.core.text import did_you_mean, expanded, harmless
-from bloomery.data.examples import Message
+from bloomery.core.units import counted
+from bloomery.data.examples import PICTURE, Message
 from bloomery.runs.chosen_model import chosen_use, model_path
+
+Json = dict[str, Any]
 
 if TYPE_CHECKING:
     from bloomery.data.chat.render import ChatFormat
     from bloomery.data.tokenizer.tokenizer import Tokenizer
     from bloomery.infer.decode import Speculation
+    from bloomery.infer.picture_prompts import Eyes
     from bloomery.infer.sampling import Sampling
     from bloomery.model.decoder import Decoder
 
@@ -58,7 +62,9 @@ class Session:
         *,
         system: str | None = None,
         speculation: "Speculation | None" = None,
+        eyes: "Eyes | None" = None,
     ) -> None:
+        """`eyes`: None: the model reads text alone."""
         from bloomery.infer.generate import Speed
         from bloomery.infer.past import Past
 
@@ -71,6 +77,9 @@ class Session:
         self.past = Past(decoder)
         self.speed = Speed(speculation)  # of the last reply
         self.dropped = 0  # messages that no longer fit into the context
+        self.pictures: list[str] = []  # references, for the next message
+        self._eyes = eyes
+        self._paths: dict[str, Path] = {}  # of pictures, by reference
         self._replies = 0
 
     @property
@@ -81,6 +90,18 @@ class Session:
     def turns(self) -> list[Message]:
         return [*self.opening, *self.history]
 
+    def show(self, path: Path) -> None:
+        """The next message has this picture. Raises UserError for what is none, and for a model that reads text."""
+        if self._eyes is None:
+            raise UserError(
+                "this model reads text, and no images",
+                where=f"/image {path}",
+                fix="chat with a vision-language model",
+            )
+        reference = self._eyes.reference(path)
+        self.pictures.append(reference)
+        self._paths[reference] = path
+
     def reply(self, text: str) -> Iterator[str]:
         """The reply in pieces. An interrupted reply stays in the history as far as it was generated.
 
@@ -89,9 +110,12 @@ class Session:
         from bloomery.infer.generate import Speed, continued
 
         # The message joins the history once it is known to fit; a repeated message gets new tokens.
-        message = Message("user", text)
+        if self.pictures:  # the letter of a picture's place is none in a text beside it
+            text = PICTURE * len(self.pictures) + text.replace(PICTURE, "")
+        message = Message("user", text, pictures=tuple(self.pictures))
         ids = self._fitting([*self.history, message])
         self.history.append(message)
+        self.pictures = []
         sampling = replace(self.sampling, seed=self.sampling.seed + self._replies)
         self._replies += 1
         pieces: list[str] = []
@@ -122,15 +146,19 @@ class Session:
                 return ids
         size = f"{len(ids):,} tokens, and the context with the reply is {context:,}"
         fix = "shorten the message" + (" or the system prompt" if self.system else "")
+        if history[-1].pictures:
+            fix = "send fewer or smaller images: /image off removes them"
         raise UserError(f"message too long: {size}", where="the chat", fix=fix)
 
     def reset(self) -> None:
         self.history.clear()
+        self.pictures = []
         self.dropped = 0
 
     def save(self, path: Path) -> None:
         """Appends the conversation to a JSONL file that can be a dataset. Raises UserError."""
-        row = {"messages": [{"role": turn.role, "content": turn.content} for turn in self.turns]}
+        turns = [{"role": turn.role, "content": self._saved(turn, path)} for turn in self.turns]
+        row = {"messages": turns}
         try:
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
@@ -138,9 +166,27 @@ class Session:
             problem = f"cannot write the file: {error.strerror}"
             raise UserError(problem, where=str(path), fix="use another file") from error
 
+    def _saved(self, turn: Message, path: Path) -> "str | list[Json]":
+        """The content of a turn in a dataset at `path`: paths of pictures begin there where they lie below."""
+        if not turn.pictures:
+            return turn.content
+        parts = list[Json]()
+        for reference in turn.pictures:
+            picture = self._paths[reference].resolve()
+            folder = path.resolve().parent
+            is_below = picture.is_relative_to(folder)
+            parts.append(
+                {
+                    "type": "image",
+                    "image": str(picture.relative_to(folder) if is_below else picture),
+                }
+            )
+        return [*parts, {"type": "text", "text": turn.content.replace(PICTURE, "")}]
+
 
 INTERRUPTED = 130
 HELP = """\
+/image FILE        send an image with the next message; /image prints them, /image off removes them
 /system TEXT       set the system prompt; /system prints it, /system off removes it
 /set NAME VALUE    change a sampling setting: /set temperature 0.7; /set prints all of them
 /save FILE         append this conversation to FILE (JSONL, usable as a dataset)
@@ -180,6 +226,8 @@ def command(
     use = chosen_use(devices, quantize)
     from bloomery.data.chat.render import chat_format
     from bloomery.infer.generate import load_model
+    from bloomery.infer.model_folder import find_model
+    from bloomery.infer.picture_prompts import Eyes, picture_source
     from bloomery.infer.sampling import Sampling
     from bloomery.infer.speculation import speculation_of
 
@@ -187,12 +235,18 @@ def command(
     speculation = speculation_of(
         decoder, tokenizer, lookup=prompt_lookup, draft=draft_path, use=use, on_load=loading
     )
-    with text_flags(), chat_format(tokenizer, template) as form:
+    files = find_model(folder, step)
+    source = picture_source(files)
+    eyes = None if source is None else Eyes(decoder, files, source)
+    encoder = None if eyes is None else eyes.encoder
+    with text_flags(), chat_format(tokenizer, template, encoder) as form:
         sampling = Sampling(**settings)
         session = Session(
-            decoder, tokenizer, form, sampling, system=system, speculation=speculation
+            decoder, tokenizer, form, sampling, system=system, speculation=speculation, eyes=eyes
         )
         _note(f"{model}: context {decoder.config.max_positions:,} tokens; {form.description}")
+        if eyes is not None:
+            _note("/image FILE sends an image with the next message")
         _note("/help lists the commands, Ctrl+C stops a reply, Ctrl+D ends the chat")
         return Terminal(session).talk()
 
@@ -209,6 +263,7 @@ class Terminal:
             import_module("readline")  # line editing and history for `input`
         self.commands: dict[str, Callable[[str], None]] = {
             "help": lambda _: click.echo(HELP),
+            "image": self._image,
             "reset": self._reset,
             "system": self._system,
             "set": self._set,
@@ -308,6 +363,14 @@ class Terminal:
         self.session.reset()
         _note("(conversation cleared)")
 
+    def _image(self, argument: str) -> None:
+        if argument == "off":
+            self.session.pictures = []
+        elif argument:
+            self.session.show(_typed_path(argument, "/image 'my photo.jpg'"))
+        count = len(self.session.pictures)
+        _note(f"({counted(count, 'images')} with the next message)" if count else "(no images)")
+
     def _system(self, argument: str) -> None:
         if argument:
             self.session.system = None if argument == "off" else argument
@@ -327,18 +390,23 @@ class Terminal:
     def _save(self, argument: str) -> None:
         if not argument:
             raise UserError("missing file name", where="/save", fix="for example: /save talk.jsonl")
-        where = f"/save {argument}"
-        is_quoted = argument[0] in "'\""
-        try:
-            path = expanded(Path(shlex.split(argument)[0]) if is_quoted else argument)
-        except ValueError as error:
-            fix = "close it: /save 'my talk.jsonl'"
-            raise UserError("unclosed quote", where=where, fix=fix) from error
+        path = _typed_path(argument, "/save 'my talk.jsonl'")
         if not self.session.history:
             problem = "the conversation is empty"
-            raise UserError(problem, where=where, fix="send a message first")
+            raise UserError(problem, where=f"/save {argument}", fix="send a message first")
         self.session.save(path)
         _note(f"({len(self.session.turns)} messages appended to {path})")
+
+
+def _typed_path(typed: str, example: str) -> Path:
+    """Terminals quote a file that is dropped onto them, or put backslashes before its spaces. Raises UserError."""
+    if typed[0] not in "'\"" and "\\ " not in typed:
+        return expanded(typed)
+    try:
+        return expanded(shlex.split(typed)[0])
+    except ValueError as error:
+        where = f"{example.partition(' ')[0]} {typed}"
+        raise UserError("unclosed quote", where=where, fix=f"close it: {example}") from error
 
 
 def _note(line: str) -> None:

@@ -7,9 +7,10 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,6 +36,7 @@ from bloomery.runs.chosen_model import chosen_use, model_path
 
 F = TypeVar("F", bound=Callable[..., Any])
 Value = int | float | None
+Json = dict[str, Any]
 
 # name -> (type, default, help)
 SETTINGS: dict[str, tuple[click.ParamType[Any], Value, str | None]] = {
@@ -137,6 +139,7 @@ def setting(text: str) -> tuple[str, Value]:
     return name, finite({name: value})[name]
 
 
+_ROWS_AT_ONCE = 32  # of a dataset
 _MAX_FILE_BYTES = 16 * MIB  # of prompts, or of a JSON schema
 _MAX_STDIN_BYTES = 4 * MIB
 
@@ -146,6 +149,20 @@ _MAX_STDIN_BYTES = 4 * MIB
 @click.option("--prompt", metavar="TEXT", help="Complete this prompt.")
 @click.option(
     "--prompts", metavar="FILE", type=click.Path(path_type=Path), help="Complete each line of FILE."
+)
+@click.option(
+    "--data",
+    metavar="PATH",
+    type=click.Path(path_type=Path),
+    help="Answer the rows of a dataset, with their images.",
+)
+@click.option(
+    "--image",
+    "images",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    help="Put an image before each prompt; can be repeated.",
 )
 @sampling_options
 @click.option("--chat", is_flag=True, help="Format each prompt with the chat template.")
@@ -169,6 +186,8 @@ def command(
     model: str,
     prompt: str | None,
     prompts: Path | None,
+    data: Path | None,
+    images: tuple[Path, ...],
     chat: bool,
     prompt_lookup: int | None,
     draft: str | None,
@@ -183,53 +202,102 @@ def command(
 ) -> None:
     """Generate text from a prompt, a file of prompts, or standard input.
 
-    Up to 8 prompts of a file decode together; each text is the same as alone.
+    Up to 8 prompts of a file decode together; each text is the same as alone. --data and --image use the chat template.
 
     Example: bloomery generate last --prompt "func main() {" --max-new-tokens 100
     """
     # Everything that the user can have mistyped is checked before torch is imported.
     finite(settings)
     schema = None if schema_path is None else _schema(schema_path)
-    texts = _prompts(prompt, prompts)
+    texts = [] if data is not None else _prompts(prompt, prompts)
+    if data is not None and (prompt is not None or prompts is not None or images):
+        problem = "--data has its own prompts and images"
+        raise UserError(
+            problem, where="--data", fix="remove --prompt, --prompts and --image", code=2
+        )
     folder = model_path(model)
     draft_path = draft_folder(prompt_lookup, draft)
     use = chosen_use(devices, quantize)
+    from bloomery.data.examples import PICTURE, Example, Message, num_pictures
+    from bloomery.infer.dataset_prompts import dataset_prompts
     from bloomery.infer.generate import Speed, load_model, writer
+    from bloomery.infer.model_folder import find_model
+    from bloomery.infer.picture_prompts import Eyes, picture_source, seeing_source
     from bloomery.infer.sampling import Sampling
     from bloomery.infer.speculation import speculation_of
 
+    chat = chat or data is not None or bool(images)
+    files = find_model(folder, step)
+    source = seeing_source(files) if images else picture_source(files)
     decoder, tokenizer = load_model(folder, step=step, use=use, on_load=loading)
     speculation = speculation_of(
         decoder, tokenizer, lookup=prompt_lookup, draft=draft_path, use=use, on_load=loading
     )
     speed = Speed(speculation)
+    eyes = None if source is None else Eyes(decoder, files, source)
+    encoder = None if eyes is None else eyes.encoder
 
-    # A terminal gets no control characters; a file gets every character. JSON and a file of prompts decode in batches,
-    # a single prompt is printed as it is decoded.
+    # A terminal gets no control characters; a file gets every character. JSON, a file of prompts and a dataset decode
+    # in batches, a single prompt is printed as it is decoded.
     printable = harmless if sys.stdout.isatty() else str
     prompt_end = "\n" if chat else ""
     sampling = Sampling(**settings)
     with writer(
-        decoder, tokenizer, sampling, stop, chat=chat, speed=speed, schema=schema
+        decoder,
+        tokenizer,
+        sampling,
+        stop,
+        chat=chat,
+        speed=speed,
+        schema=schema,
+        pictures=encoder if chat else None,
     ) as generator:
-        pairs = zip(texts, generator.complete(texts), strict=True)
+
+        def answered() -> Iterator[Json]:
+            """What is printed of each prompt."""
+            if data is None:
+                for text, completion in zip(texts, generator.complete(asked), strict=True):
+                    yield {"prompt": text, "text": completion}
+                return
+            rows = dataset_prompts(data)
+            # Pictures take memory until their prompt has been read.
+            while batch := list(islice(rows, _ROWS_AT_ONCE)):
+                if eyes is not None and any(num_pictures(row.example) for row in batch):
+                    eyes.open()
+                completions = generator.complete([row.example for row in batch])
+                for row, completion in zip(batch, completions, strict=True):
+                    answer = {} if row.answer is None else {"answer": row.answer}
+                    place = {"row": row.example.source, "prompt": row.text}
+                    yield {**place, **answer, "text": completion}
+
+        asked: list[Any] = list(texts)
+        if images and eyes is not None:
+            references = tuple(eyes.reference(path) for path in images)
+            turns = [
+                Message(
+                    "user", PICTURE * len(images) + text.replace(PICTURE, ""), pictures=references
+                )
+                for text in texts
+            ]
+            asked = [Example("", "prompt", (turn,), ()) for turn in turns]
         if as_json:
-            results = [{"prompt": text, "text": completion} for text, completion in pairs]
-            print_json({"results": results})
+            print_json({"results": list(answered())})
         elif jsonl:
-            for text, completion in pairs:
-                click.echo(json.dumps({"prompt": text, "text": completion}, ensure_ascii=False))
+            for result in answered():
+                click.echo(json.dumps(result, ensure_ascii=False))
                 sys.stdout.flush()
         elif len(texts) == 1:
             click.echo(printable(texts[0] + prompt_end), nl=False)
-            for piece in generator.pieces(texts[0]):
+            for piece in generator.pieces(asked[0]):
                 click.echo(printable(piece), nl=False)
                 sys.stdout.flush()
             click.echo()
         else:
-            for index, (text, completion) in enumerate(pairs):
+            for index, result in enumerate(answered()):
                 rule = "\n" + "-" * 40 + "\n" if index else ""
-                click.echo(rule + printable(text + prompt_end) + printable(completion))
+                click.echo(
+                    rule + printable(result["prompt"] + prompt_end) + printable(result["text"])
+                )
     echo(f"speed      {speed}", err=True)
 
 

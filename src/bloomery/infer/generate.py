@@ -12,7 +12,8 @@ from typing import Any, cast, final
 from bloomery.core.errors import UserError
 from bloomery.core.units import counted
 from bloomery.data.chat.render import ChatFormat, chat_format
-from bloomery.data.examples import Message, Role
+from bloomery.data.examples import Example, Message, Role
+from bloomery.data.pictures.encoder import PictureEncoder
 from bloomery.data.tokenizer.templates import own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, refuse_unknown_ids
 from bloomery.facts.config import ModelConfig, refuse_values
@@ -32,6 +33,8 @@ from bloomery.infer.sampling import Sampling, known_ids
 from bloomery.infer.text import OutputText, text_pieces
 from bloomery.model.compiled_step import compile_step
 from bloomery.model.decoder import Decoder
+
+Prompt = str | Example  # a text, or an example of the kind "prompt"
 
 
 def load_model(
@@ -213,13 +216,13 @@ class Writer:
 
     decoder: Decoder
     tokenizer: Tokenizer
-    encode: Callable[[str], list[int]]
+    encode: Callable[[Prompt], list[int]]
     sampling: Sampling
     stop: tuple[str, ...]
     speed: Speed
     constrain: Callable[[], Constraint] | None = None
 
-    def pieces(self, prompt: str) -> Iterator[str]:
+    def pieces(self, prompt: Prompt) -> Iterator[str]:
         """The completion in pieces. Raises UserError."""
         constraint = None if self.constrain is None else self.constrain()
         return continued(
@@ -232,11 +235,9 @@ class Writer:
             constraint=constraint,
         )
 
-    def complete(self, prompts: Sequence[str], slots: int = 8) -> Iterator[str]:
+    def complete(self, prompts: Sequence[Prompt], slots: int = 8) -> Iterator[str]:
         """The completions in the order of the prompts; up to `slots` of them decode together. Raises UserError."""
-        rows = [self.encode(prompt) for prompt in prompts]
-        for ids in rows:
-            refuse_prompt(ids, self.decoder.config)
+        rows = [self._fitting(prompt) for prompt in prompts]
         requests = [TextRequest(ids, self.sampling, self.stop, self.constrain) for ids in rows]
         completions = dict[int, str]()
         next_number = 0
@@ -247,6 +248,17 @@ class Writer:
             while next_number in completions:
                 yield completions.pop(next_number)
                 next_number += 1
+
+    def _fitting(self, prompt: Prompt) -> list[int]:
+        """Raises UserError that names the row of a dataset."""
+        try:
+            ids = self.encode(prompt)
+            refuse_prompt(ids, self.decoder.config)
+        except UserError as error:
+            if isinstance(prompt, str) or not prompt.source:
+                raise
+            raise UserError(error.problem, where=prompt.source, fix=error.fix) from error
+        return ids
 
 
 @contextmanager
@@ -259,14 +271,18 @@ def writer(
     chat: bool = False,
     speed: Speed | None = None,
     schema: Mapping[str, Any] | None = None,
+    pictures: PictureEncoder | None = None,
 ) -> Iterator[Writer]:
     """Completes prompts or, with `chat`, replies to them in the chat template; with `schema`, in JSON of that schema.
+    Examples need `chat`, and those with pictures `pictures`, which is closed at the end.
 
     Raises UserError for a chat with a model without a chat template, and for a schema that is not supported.
     """
     speed = speed or Speed()
 
-    def made(encode: Callable[[str], list[int]], sampling: Sampling, stop: Sequence[str]) -> Writer:
+    def made(
+        encode: Callable[[Prompt], list[int]], sampling: Sampling, stop: Sequence[str]
+    ) -> Writer:
         constrain = None
         if schema is not None:
             ends = known_ids(tokenizer.eos_id, decoder.config.eos_token_id, *sampling.stop_ids)
@@ -278,12 +294,25 @@ def writer(
 
     with ExitStack() as stack:
         if not chat:
-            yield made(partial(beginning, tokenizer), sampling, stop)
+
+            def of_text(prompt: Prompt) -> list[int]:
+                assert isinstance(prompt, str), "messages need a chat template"
+                return beginning(tokenizer, prompt)
+
+            yield made(of_text, sampling, stop)
             return
-        form = stack.enter_context(_chat_form(tokenizer, None))
+        form = stack.enter_context(_chat_form(tokenizer, None, pictures))
         settings = replace(sampling, stop_ids=form.stop_ids)
         ends = (*stop, *form.stop_strings)
-        yield made(lambda prompt: form.encode((Message("user", prompt),)), settings, ends)
+
+        def encode(prompt: Prompt) -> list[int]:
+            turns = prompt if isinstance(prompt, str) else prompt.prompt
+            tools = () if isinstance(prompt, str) else prompt.tools
+            return form.encode(
+                (Message("user", turns),) if isinstance(turns, str) else turns, tools
+            )
+
+        yield made(encode, settings, ends)
 
 
 def beginning(tokenizer: Tokenizer, prompt: str) -> list[int]:
@@ -296,12 +325,14 @@ def beginning(tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 
 @contextmanager
-def _chat_form(tokenizer: Tokenizer, template: str | None) -> Iterator[ChatFormat]:
+def _chat_form(
+    tokenizer: Tokenizer, template: str | None, pictures: PictureEncoder | None = None
+) -> Iterator[ChatFormat]:
     """Raises UserError for a model without a chat template."""
     if template is None and not own_templates(tokenizer.config):
         fix = "remove --chat, or use `bloomery chat MODEL --template chatml`"
         raise UserError("this model has no chat template", where="--chat", fix=fix)
-    with chat_format(tokenizer, template) as form:
+    with chat_format(tokenizer, template, pictures) as form:
         yield form
 
 

@@ -3,17 +3,22 @@
 T tokens of a piece, N of them of pictures.
 """
 
+import base64
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import final
 
 import torch
 from torch import Tensor
 
 from bloomery.core.device import sent
 from bloomery.core.errors import UserError
+from bloomery.core.files import read_input
+from bloomery.data.examples import BadRow
 from bloomery.data.pictures.encoder import PictureEncoder, VisionSource
 from bloomery.data.pictures.prompts import PicturePrompt
+from bloomery.data.pictures.references import MAX_BYTES, OWN_DATA
 from bloomery.facts.picture_sizes import PROCESSOR_FILES
 from bloomery.facts.pictures import vision_of
 from bloomery.infer.forward import refuse_other_number
@@ -88,18 +93,8 @@ def picture_source(files: ModelFiles) -> VisionSource | None:
     return None
 
 
-def open_eyes(decoder: Decoder, files: ModelFiles) -> PictureEncoder:
-    """From now on prompts may have pictures: loads the tower, unless it is there. `close` the encoder at the end.
-
-    Raises UserError for a model that reads text alone.
-    """
-    source = picture_source(files)
-    if source is None:
-        raise UserError(
-            "this model reads text, and no pictures",
-            where=str(files.weights),
-            fix="choose a vision-language model, in a folder with its preprocessor_config.json",
-        )
+def load_eyes(decoder: Decoder, files: ModelFiles, source: VisionSource) -> None:
+    """From now on prompts may have pictures: loads the tower, unless it is there. Raises UserError."""
     if decoder.vision is None:
         # float16 overflows in some towers, as in residual streams of language models.
         dtype = decoder.model.embed_tokens.weight.dtype
@@ -116,4 +111,51 @@ def open_eyes(decoder: Decoder, files: ModelFiles) -> PictureEncoder:
                 config=decoder.config,
             )
         )
+
+
+def seeing_source(files: ModelFiles) -> VisionSource:
+    """Raises UserError for a model that reads text alone."""
+    source = picture_source(files)
+    if source is None:
+        raise UserError(
+            "this model reads text, and no pictures",
+            where=str(files.weights),
+            fix="choose a vision-language model, in a folder with its preprocessor_config.json",
+        )
+    return source
+
+
+def open_eyes(decoder: Decoder, files: ModelFiles) -> PictureEncoder:
+    """`load_eyes`, with the encoder for prompts; `close` it at the end. Raises UserError as `seeing_source` does."""
+    source = seeing_source(files)
+    load_eyes(decoder, files, source)
     return PictureEncoder(source)
+
+
+@final
+class Eyes:
+    """Reads pictures of prompts. The tower is loaded with the first one: most chats have none.
+
+    `encoder`: for the chat format, which closes it.
+    """
+
+    def __init__(self, decoder: Decoder, files: ModelFiles, source: VisionSource) -> None:
+        self.encoder = PictureEncoder(source)
+        self._decoder = decoder
+        self._files = files
+        self._source = source
+
+    def open(self) -> None:
+        """Loads the tower, unless it is there. Raises UserError."""
+        load_eyes(self._decoder, self._files, self._source)
+
+    def reference(self, path: Path) -> str:
+        """A data URL of a file's picture as it is now, for `Message.pictures`. Raises UserError."""
+        content = base64.b64encode(read_input(path, MAX_BYTES)).decode("ascii")
+        try:
+            (picture,) = self.encoder.encode([OWN_DATA + content], str(path))
+        except BadRow as error:
+            problem = "the file " + error.reason.removeprefix("holds a picture that ")
+            raise UserError(problem, where=str(path), fix="choose another image") from error
+        self.open()
+        return OWN_DATA + base64.b64encode(picture.content).decode("ascii")

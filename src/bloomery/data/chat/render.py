@@ -641,6 +641,8 @@ def chat_format(
         description = (
             "no chat template: the model continues your text. Set one with --template chatml"
         )
+        if pictures is not None:
+            pictures.close()
         yield ChatFormat(continuation(tokenizer), (), (), description)
         return
     with Renderer(
@@ -693,7 +695,9 @@ def _stop_ids(renderer: Renderer, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def continuation(tokenizer: Tokenizer) -> EncodeTurns:
-    """The encoder without a chat template: all turns are one text, which the model continues."""
+    """The encoder without a chat template: all turns are one text, which the model continues. It raises UserError for
+    pictures.
+    """
 
     def encode(
         messages: Sequence[Message],
@@ -702,6 +706,11 @@ def continuation(tokenizer: Tokenizer) -> EncodeTurns:
     ) -> list[int]:
         del tools, variables  # a template would write them
         text = ""
+        if pictures_of(tuple(messages)):
+            raise UserError(
+                "the conversation has pictures, and without a chat template they have no place",
+                fix="choose a chat template, or remove the pictures",
+            )
         for turn in messages:
             needs_newline = turn.role == "user" and text and not text.endswith("\n")
             text += ("\n" if needs_newline else "") + turn.content
