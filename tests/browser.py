@@ -41,6 +41,18 @@ OVERFLOWING = """(() => {
       .filter(one => one.getBoundingClientRect().right > width + 0.5 && !scrolls(one.parentElement))
       .map(one => one.outerHTML.slice(0, 160))];
 })()"""
+# Hands over files, whose bytes are in base64, as a mouse that drops them does, or a keyboard that pastes them.
+GIVE = """((element, kind, files) => {
+  const given = new DataTransfer();
+  for (const [name, bytes] of files) {
+    const content = Uint8Array.from(atob(bytes), (letter) => letter.charCodeAt(0));
+    given.items.add(new File([content], name, {type: "image/png"}));
+  }
+  const event = kind === "paste"
+    ? new ClipboardEvent("paste", {clipboardData: given, bubbles: true, cancelable: true})
+    : new DragEvent(kind, {dataTransfer: given, bubbles: true, cancelable: true});
+  element.dispatchEvent(event);
+})"""
 AXE = """axe.run({resultTypes: ["violations"]}).then(result => result.violations
   .filter(fault => ["serious", "critical"].includes(fault.impact))
   .flatMap(fault => fault.nodes.map(node => [fault.id, node.html.slice(0, 200), node.failureSummary].join(": "))))"""
@@ -211,6 +223,14 @@ class Browser:
 
     def click(self, element: str, seconds: float = 60) -> None:
         self.press_mouse(*self.point(element, seconds))
+
+    def give(self, element: str, kind: str, **pictures: bytes) -> None:
+        """An event of this kind (drop, dragover, paste) with PNG files, on an element."""
+        files = [
+            [f"{name}.png", base64.b64encode(content).decode()]
+            for name, content in pictures.items()
+        ]
+        self.value(f"{GIVE}({element}, {json.dumps(kind)}, {json.dumps(files)})")
 
     def overflow(self) -> list[str]:
         """Why the page scrolls sideways: its width, and the elements that are too wide; empty where it does not."""

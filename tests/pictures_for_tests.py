@@ -7,7 +7,7 @@ import zlib
 from pathlib import Path
 
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
@@ -36,6 +36,19 @@ TEXT = {"type": "text", "text": "Color?"}
 def png(width: int = 40, height: int = 60, color: str = "red") -> bytes:
     stream = io.BytesIO()
     Image.new("RGB", (width, height), color).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def receipt() -> bytes:
+    """What people photograph: words on paper."""
+    picture = Image.new("RGB", (360, 480), "#efe9dc")
+    draw = ImageDraw.Draw(picture)
+    draw.rectangle((40, 24, 320, 460), fill="white", outline="#b9b2a3")
+    lines = ("FORGE & SONS", "", "2 x nails   4.00", "1 x hammer 19.50", "", "TOTAL      23.50")
+    for number, line in enumerate(lines):
+        draw.text((64, 56 + 60 * number), line, fill="#222222", font_size=24)
+    stream = io.BytesIO()
+    picture.save(stream, "PNG")
     return stream.getvalue()
 
 

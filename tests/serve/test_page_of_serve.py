@@ -13,6 +13,7 @@ from server_for_tests import LIMITS, Running, running
 
 from browser import PROGRAM, Browser
 from models_for_tests import make_chat_model, make_model
+from pictures_for_tests import png, receipt, save_base
 
 pytestmark = [
     pytest.mark.soak,
@@ -194,3 +195,84 @@ def test_a_thought_is_shown_before_the_answer_and_sent_back(
         browser.press("Enter")
         answered(browser, 2)
         assert browser.value("document.querySelectorAll('.error').length") == 0
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("seeing")
+    save_base("qwen3_vl", folder / "seeing", weights=True, seed=1)
+    limits = replace(LIMITS, context=400, body_bytes=3 * 2**20, pictures=4)
+    models = {"seeing": folder / "seeing", "text": make_model(folder / "text")}
+    with running(models, limits=limits, template=None) as server:
+        yield server
+
+
+def thumbnails(browser: Browser, count: int) -> None:
+    shown = "[...document.querySelectorAll('#pictures img')].filter((one) => one.naturalWidth)"
+    browser.until(f"{shown}.length === {count}")
+
+
+def test_images_are_dropped_pasted_removed_and_sent(browser: Browser, seeing: Running) -> None:
+    opened(browser, seeing)
+    browser.value("$('two').value = ''; arrange()")
+    browser.give("$('prompt')", "drop", receipt=receipt(), red=png())
+    browser.give("$('prompt')", "paste", blue=png(color="blue"))
+    thumbnails(browser, 3)
+    browser.click("document.querySelectorAll('#pictures button')[1]")
+    assert browser.value("pictures.map((one) => one.name)") == ["receipt.png", "blue.png"]
+    assert browser.value(FOCUSED) == "prompt"
+    browser.write("Color?")
+    browser.press("Enter")
+    answered(browser, 1)
+    assert not browser.value("document.querySelectorAll('.error').length")
+    sent = browser.value("columns[0].turns[0].content.map((part) => part.type)")
+    assert sent == ["image_url", "image_url", "text"]
+    assert browser.value("document.querySelectorAll('.user img').length") == 2
+    assert browser.value("pictures.length") == 0
+    assert not browser.problems, browser.problems
+
+
+def test_an_image_that_is_refused_can_be_removed(browser: Browser, seeing: Running) -> None:
+    opened(browser, seeing)
+    browser.value("$('two').value = ''; arrange()")
+    browser.give("$('prompt')", "drop", whole=png(), broken=png()[:-30])
+    browser.until("pictures.length === 2")
+    browser.value("$('prompt').value = 'Color?'; $('form').requestSubmit()")
+    answered(browser, 1)
+    assert "image 2 is damaged" in browser.value("document.querySelector('.error').textContent")
+    browser.click("document.querySelectorAll('#pictures button')[1]")
+    browser.value("$('form').requestSubmit()")
+    browser.until("!running && columns[0].turns.length === 2")
+
+
+def test_a_model_that_reads_text_takes_no_image(browser: Browser, seeing: Running) -> None:
+    opened(browser, seeing)
+    browser.value("$('one').value = 'text'; $('two').value = ''; arrange()")
+    assert browser.value("$('add').hidden")
+    browser.give("$('prompt')", "drop", red=png())
+    browser.until("$('said').textContent")
+    assert browser.value("pictures.length") == 0
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [1400, 390])
+def test_views_with_images(
+    browser: Browser, seeing: Running, width: int, dark: bool, tmp_path: Path
+) -> None:
+    opened(browser, seeing, width=width, dark=dark)
+    browser.value("$('two').value = ''; arrange()")
+    browser.give("$('prompt')", "drop", receipt=receipt(), wide=png(300, 90, "orange"))
+    thumbnails(browser, 2)
+    browser.value("$('prompt').value = 'What is the total?'; $('form').requestSubmit()")
+    answered(browser, 1)
+    browser.give("$('prompt')", "drop", receipt=receipt(), wide=png(300, 90, "orange"))
+    thumbnails(browser, 2)
+    assert not browser.overflow()
+    least, where = browser.value(CONTRAST)
+    assert least >= 4.5, where
+    assert not browser.faults()
+    kept = Path(os.environ.get("BLOOMERY_PICTURES", tmp_path))
+    name = f"page-images-{width}-{'dark' if dark else 'light'}"
+    browser.picture(kept / f"{name}.png")
+    browser.give("$('prompt')", "dragover", red=png())
+    browser.picture(kept / f"{name}-drop.png")

@@ -1,5 +1,6 @@
 """Studio in Chromium with runs that train and models that answer: start, watch, kill the studio, stop, resume, chat."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from bloomery.monitor.events import read_events
 from bloomery.view.summary import summary_of
 from browser import Browser
 from models_for_tests import make_chat_model
+from pictures_for_tests import png, receipt, save_base
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "runs"))
 from runs_of_bloomery import write_workshop
@@ -123,3 +125,37 @@ def test_two_models_answer_one_prompt_and_one_is_exported(tmp_path: Path, browse
         assert browser.problems == []
     (exported,) = (tmp_path / "exports").iterdir()
     assert (exported / "model.safetensors").is_file()
+
+
+def test_a_picture_is_dropped_on_the_chat(tmp_path: Path, browser: Browser) -> None:
+    """`BLOOMERY_PICTURES=FOLDER` keeps a picture of each view."""
+    save_base("qwen3_vl", tmp_path / "seeing", weights=True, seed=1)
+    inside = "document.querySelector('iframe').contentDocument"
+    with studio_process(tmp_path) as url:
+        browser.open(f"{url}?token={TOKEN}")
+        browser.open(f"{url}chat?model=seeing&device=cpu")
+        if not browser.value("!!document.querySelector('iframe')"):
+            browser.until("document.body.innerText.includes('seeing')", PATIENCE)
+        browser.until("!!document.querySelector('iframe')", PATIENCE)
+        browser.until(f"{inside}?.querySelectorAll('.column').length === 1", PATIENCE)
+        browser.value(f"{inside}.getElementById('max_tokens').value = 20")
+        prompt = f"{inside}.getElementById('prompt')"
+        browser.give(prompt, "drop", receipt=receipt(), wide=png(300, 90, "orange"))
+        browser.until(f"{inside}.querySelectorAll('#pictures img').length === 2")
+        browser.click(prompt)
+        browser.write("What is the total?")
+        browser.press("Enter")
+        browser.until(f"{inside}.querySelector('.facts')?.innerText.includes('tokens/s')", PATIENCE)
+        assert browser.value(f"{inside}.querySelectorAll('.user img').length") == 2
+        browser.give(prompt, "drop", receipt=receipt())
+        kept = Path(os.environ.get("BLOOMERY_PICTURES", tmp_path))
+        for width, dark in LOOKS:
+            browser.look(width=width, dark=dark)
+            assert browser.overflow() == []
+            assert browser.faults() == []
+            if (width < 500) == browser.value(f"!{inside}.getElementById('settings').hidden"):
+                browser.click(f"{inside}.getElementById('toggle')")
+            shown = f"{inside}.querySelector('#pictures img').naturalWidth > 0"
+            browser.until(shown)
+            browser.picture(kept / f"studio-chat-{width}-{'dark' if dark else 'light'}.png")
+        assert browser.problems == []
