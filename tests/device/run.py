@@ -26,6 +26,7 @@ MORE = (
     "train/test_checkpoint.py",
     "train/test_fine_tuning_options.py",
     RESUMED,
+    "train/test_picture_runs.py",
     "train/test_rollouts.py",
     "train/test_ppo_runs.py",
     "train/test_preference_runs.py",
@@ -36,6 +37,7 @@ MORE = (
     "train/test_ranks.py::test_losses_and_weights_are_those_of_one_rank",
     "train/test_ranks.py::test_a_stopped_run_on_the_same_mesh_resumes_to_the_same_bits",
     "train/test_sampler.py::test_a_stop_in_a_rollout_makes_it_again",
+    "train/test_trained_towers.py::test_a_run_resumes_to_the_same_bits_and_frozen_parts_stay",
     "evals",
 )
 

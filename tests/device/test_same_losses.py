@@ -15,12 +15,14 @@ from structured_runs import write_answers
 
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.facts.config import Experts
+from bloomery.model.configs import read_config
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import EvalDone, StepDone
-from bloomery.plan.types import RunPlan
+from bloomery.plan.types import RunPlan, VisionPlan
 from bloomery.recipe.objectives import Distill, Kto, OrPo, Preference, Reward, Sft, SimPo
-from bloomery.recipe.schema import Lora, Quantize
+from bloomery.recipe.schema import Lora, NoAdapter, Quantize
 from device_for_tests import MEMORY_LIMIT
+from pictures_for_tests import BLUE, RED, TEXT, prepared_rows, row
 from ranks import train
 
 # Relative, by the narrowest type in which a step computes: a sixteenth of its spacing at 1; of float32 64 of them,
@@ -175,3 +177,28 @@ def test_every_objective(corpus: Path, base: Path, tmp_path: Path, name: str) ->
     plan = tiny_plan(data, config=config, train={"steps": 4})
     plan = plan.model_copy(update={"objective": objective})
     assert_same_losses(plan, tmp_path, TOLERANCES["float32"])
+
+
+SEEING = {
+    "lora": {"adapter": Lora(**ADAPTER)},
+    "all is trained": {"adapter": NoAdapter(), "vision": VisionPlan(train="all")},
+}
+
+
+OTHER_TOWERS = [pytest.param(kind, marks=pytest.mark.soak) for kind in ("qwen2_5_vl", "gemma3")]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", *OTHER_TOWERS])
+@pytest.mark.parametrize("name", SEEING)
+def test_pictures(tmp_path: Path, kind: str, name: str) -> None:
+    rows = [row(RED, TEXT, answer="red"), row(TEXT, answer="none"), row(BLUE, TEXT)] * 4
+    prepared = prepared_rows(tmp_path, rows, kind=kind, weights=True)
+    base = tmp_path / "base"
+    plan = tiny_plan(
+        prepared,
+        config=read_config(base),
+        model={"source": base},
+        data={"sequence_length": 256, "layout": "padded"},
+        train={"steps": 5, "micro_batch_size": 1, "accumulation": 3, "tokens_per_step": 768},
+    )
+    assert_same_losses(plan.model_copy(update=SEEING[name]), tmp_path, TOLERANCES["float32"])

@@ -1,9 +1,10 @@
 """Where the host waits for the device: the list of waits.toml, measured on the simulated device."""
 
+import base64
 import shutil
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,20 +17,29 @@ from runs_of_the_loop import CONFIG, prepared_corpus
 from structured_runs import write_answers
 
 from bloomery.core.device import multiplies_groups
+from bloomery.data.chat.render import chat_format
+from bloomery.data.examples import PICTURE, Message
+from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.facts.config import Experts
 from bloomery.infer.decode import RunningBatch
+from bloomery.infer.load import Use, load_used
+from bloomery.infer.model_folder import find_model
 from bloomery.infer.past import Past
+from bloomery.infer.picture_prompts import open_eyes
 from bloomery.infer.sampling import Sampling
+from bloomery.model.configs import read_config
+from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import StepDone
-from bloomery.plan.types import RouterPlan, RunPlan
+from bloomery.plan.types import RouterPlan, RunPlan, VisionPlan
 from bloomery.recipe.objectives import Distill, Kto, Preference, Sft
-from bloomery.recipe.schema import Lora
+from bloomery.recipe.schema import Lora, NoAdapter
 from bloomery.train import loop
 from bloomery.train import step as step_module
 from bloomery.train.evaluation import evaluation
 from bloomery.train.objectives.losses import LossParts
 from bloomery.train.optim.build import build_optimizer
+from pictures_for_tests import BLUE, RED, TEXT, png, prepared_rows, row, save_base
 
 LISTED = tomllib.loads((Path(__file__).parent / "waits.toml").read_text())
 PLAIN = CONFIG.__class__(**vars(CONFIG) | {"residual_dropout": 0.0})
@@ -49,6 +59,7 @@ QUICK = {
     "experts",
     "experts, balanced",
     "grpo",
+    "pictures, qwen3_vl",
 }
 
 
@@ -76,6 +87,15 @@ class Folders:
     def answers(self, kind: str) -> Path:
         folder = self.root / kind
         return folder if folder.exists() else write_answers(folder, self.text, kind)
+
+    def pictures(self, kind: str) -> Path:
+        """Of conversations with two pictures, for a model of that kind in `base`."""
+        folder = self.root / kind
+        if not folder.exists():
+            folder.mkdir()
+            rows = [row(RED, TEXT, answer="red"), row(BLUE, TEXT, answer="blue")] * 8
+            prepared_rows(folder, rows, kind=kind, weights=True)
+        return folder
 
     def prompts(self) -> Path:
         folder = self.root / "prompts"
@@ -127,6 +147,19 @@ def reported(plan: RunPlan) -> RunPlan:
     """Every step has the load of each expert, and the sizes of its updates."""
     logging = plan.logging.model_copy(update={"every_steps": 1})
     return plan.model_copy(update={"logging": logging})
+
+
+def with_pictures(folder: Path, *, trained: bool) -> RunPlan:
+    """Four micro-batches of one picture. `trained`: all weights are, instead of LoRA on the language model."""
+    plan = tiny(
+        folder / "prepared-stop",
+        adapter=NoAdapter() if trained else LORA,
+        config=read_config(folder / "base"),
+        model={"source": folder / "base"},
+        data={"sequence_length": 256, "layout": "padded"},
+        train={"micro_batch_size": 1, "accumulation": 4, "tokens_per_step": 1024},
+    )
+    return plan.model_copy(update={"vision": VisionPlan(train="all" if trained else "none")})
 
 
 ONE = {"accumulation": 1, "tokens_per_step": 64}
@@ -181,6 +214,11 @@ STEPS: dict[str, Callable[[Folders], RunPlan]] = {
         )
         for micro_batches, train in {"": ONE, ", 4 micro-batches": FOUR}.items()
     },
+    **{
+        f"pictures, {kind}": lambda f, kind=kind: with_pictures(f.pictures(kind), trained=False)
+        for kind in ("gemma3", "qwen2_5_vl", "qwen3_vl", "smolvlm")
+    },
+    "pictures, all is trained": lambda f: with_pictures(f.pictures("qwen3_vl"), trained=True),
     "sft": lambda f: tiny(f.answers("chat"), objective=Sft(kind="sft")),
     "dpo": lambda f: tiny(f.answers("pairs"), objective=Preference(kind="dpo", beta=0.5)),
     "kto": lambda f: tiny(f.answers("kto"), objective=Kto(kind="kto", beta=0.5)),
@@ -276,18 +314,13 @@ TEXTS = {
 }
 
 
-@pytest.mark.parametrize("name", TEXTS)
-def test_a_token_waits_where_the_list_says(name: str) -> None:
-    changes, lengths = TEXTS[name]
-    if changes is EIGHT_EXPERTS:
-        decoder = streamed_experts.decoder_of(tiny_config(**changes)).eval()
-    else:
-        decoder = fresh_decoder(tiny_config(**changes), seed=0).to("cuda").eval()
+def waits_of_eight_tokens(decoder: Decoder, prompts: Sequence[Iterable[int]]) -> dict[str, int]:
+    """Of those after the first ones, of texts that are decoded together."""
 
     def waits_of(num_tokens: int) -> Counter[str]:
-        batch = RunningBatch(Past(decoder, len(lengths), 64))
-        for length in lengths:
-            batch.add(range(1, length + 1), Sampling(max_new_tokens=num_tokens))
+        batch = RunningBatch(Past(decoder, len(prompts), 128))
+        for prompt in prompts:
+            batch.add(prompt, Sampling(max_new_tokens=num_tokens))
         waits()
         while batch.texts:
             list(batch.step())
@@ -296,8 +329,32 @@ def test_a_token_waits_where_the_list_says(name: str) -> None:
     waits_of(2)  # what is made once, such as frequencies on the device
     more = waits_of(12)
     more.subtract(waits_of(4))
-    of_eight_tokens = {place: count for place, count in more.items() if count}
-    assert of_eight_tokens == {place: 8 * count for place, count in LISTED["token"][name].items()}
+    return {place: count for place, count in more.items() if count}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_token_waits_where_the_list_says(name: str) -> None:
+    changes, lengths = TEXTS[name]
+    if changes is EIGHT_EXPERTS:
+        decoder = streamed_experts.decoder_of(tiny_config(**changes)).eval()
+    else:
+        decoder = fresh_decoder(tiny_config(**changes), seed=0).to("cuda").eval()
+    prompts = [range(1, length + 1) for length in lengths]
+    expected = {place: 8 * count for place, count in LISTED["token"][name].items()}
+    assert waits_of_eight_tokens(decoder, prompts) == expected
+
+
+def test_a_token_after_a_picture_waits_as_any_other(tmp_path: Path) -> None:
+    """Its positions have three axes."""
+    save_base("qwen3_vl", tmp_path / "base", weights=True)
+    files = find_model(tmp_path / "base")
+    decoder = load_used(files, Use("cuda"), decodes=True)
+    encoder = open_eyes(decoder, files)
+    picture = "data:image/png;base64," + base64.b64encode(png()).decode()
+    with chat_format(load_tokenizer(tmp_path / "base"), None, encoder) as form:
+        prompt = form.encode([Message("user", f"{PICTURE}Color?", pictures=(picture,))])
+        expected = {place: 8 * count for place, count in LISTED["token"]["one text"].items()}
+        assert waits_of_eight_tokens(decoder, [prompt]) == expected
 
 
 def test_a_save_waits_once_for_the_step_counts_of_all_parameters() -> None:

@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from bloomery.core.errors import UserError
 from bloomery.data.pictures.batches import axis_positions
-from bloomery.facts.pictures import vision_of
+from bloomery.facts.pictures import PositionAxes, vision_of
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import load_decoder
-from bloomery.model.pictures import SeenPictures
+from bloomery.model.pictures import SeenPictures, axis_of_frequencies
 from bloomery.model.vision import load_tower
 from tiny_composites import CONFIGS, PICTURE, composite, picture_inputs
 
@@ -124,3 +125,9 @@ def test_text_alone_has_the_bits_of_the_text_model(both, tmp_path):
     axes = positions.expand(3, 1, -1) if kind.startswith("qwen") else None
     made = ours(text, positions_BT=positions, axes_3BT=axes).head
     assert torch.equal(made, plain(text, positions_BT=positions).head)
+
+
+def test_sections_that_heads_do_not_have_are_refused():
+    axes = PositionAxes(sections=(16, 24, 25), interleaved=False)
+    with pytest.raises(UserError, match="65 frequencies; heads have 64"):
+        axis_of_frequencies(axes, 64, torch.device("cpu"))

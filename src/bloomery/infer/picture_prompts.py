@@ -16,6 +16,7 @@ from bloomery.core.device import sent
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_input
 from bloomery.data.examples import BadRow
+from bloomery.data.pictures.batches import changed_inputs
 from bloomery.data.pictures.encoder import PictureEncoder, VisionSource
 from bloomery.data.pictures.prompts import PicturePrompt
 from bloomery.data.pictures.references import MAX_BYTES, OWN_DATA
@@ -44,7 +45,7 @@ def seen_in_piece(
         if not inside:
             continue
         if picture.features is None:
-            inputs = {name: sent(each, decoder.device) for name, each in picture.inputs.items()}
+            inputs = changed_inputs(picture.inputs, lambda each: sent(each, decoder.device))
             features = vision(inputs)
             refuse_other_number(len(features.features_ND), len(picture.places), "the prompt")
             picture.features = features

@@ -9,6 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from bloomery.core.errors import UserError
 from bloomery.facts.pictures import BothWays, PositionAxes
 
 
@@ -56,12 +57,23 @@ class SeenPictures:
 
 
 def axis_of_frequencies(axes: PositionAxes, count: int, device: torch.device) -> Tensor:
-    """int64 [R]: which of time, row and column turns each frequency."""
-    if not axes.interleaved:
-        sizes = torch.tensor(axes.sections, device=device)
-        return torch.repeat_interleave(torch.arange(3, device=device), sizes, output_size=count)
-    # Dealt out in turn, as far as the sections of row and column reach; time has the rest.
+    """int64 [R]: which of time, row and column turns each frequency.
+
+    Raises UserError where blocks of the three are fewer or more than `count`, the frequencies of a head.
+    """
+    # Comparisons with numbers of the host: a tensor of them would be copied, and the host would wait for that.
+    time, row, column = axes.sections
     index_R = torch.arange(count, device=device)
+    if not axes.interleaved:
+        if time + row + column != count:
+            raise UserError(
+                f"mrope_section {list(axes.sections)} is of {sum(axes.sections)} frequencies; heads have {count}",
+                where="config.json",
+                fix="put the config.json there that was published with these weights",
+            )
+        return (index_R >= time).long() + (index_R >= time + row).long()
+    # Dealt out in turn, as far as the sections of row and column reach; time has the rest.
     turn_R = index_R % 3
-    ends = torch.tensor([0, 3 * axes.sections[1], 3 * axes.sections[2]], device=device)
-    return torch.where(index_R < ends[turn_R], turn_R, 0)
+    is_row_R = (turn_R == 1) & (index_R < 3 * row)
+    is_column_R = (turn_R == 2) & (index_R < 3 * column)
+    return is_row_R.long() + 2 * is_column_R.long()

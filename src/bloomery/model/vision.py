@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from bloomery.core.device import sent
 from bloomery.core.errors import UserError
 from bloomery.core.extras import install_extra
 from bloomery.facts.pictures import Vision, is_projector
@@ -104,6 +105,7 @@ class VisionTower(nn.Module):
             for name, tensor in inputs.items()
             if name in taken
         }
+        given |= of_grids(self.tower, given, tower_weight.device)
         autocast = torch.autocast(
             tower_weight.device.type,
             dtype=self.autocast_dtype,
@@ -117,6 +119,45 @@ class VisionTower(nn.Module):
             each if isinstance(each, Tensor) else torch.cat(list(each)) for each in by_layer
         )
         return PictureFeatures(features_ND, deep_features)
+
+
+def of_grids(tower: Any, given: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """What Qwen's towers make of `image_grid_thw`, the patches of each picture in time, rows and columns.
+
+    transformers computes it where that tensor is, and asks for the lengths of pictures in every layer. So it is
+    computed on the host, where lengths stay; what is multiplied with the patches goes to `device`. An older
+    transformers, which takes none of it, and one that changed get the sizes on the device.
+    """
+    grids = given.get("image_grid_thw")
+    if grids is None or device.type == "cpu":
+        return {}
+    try:
+        from transformers import vision_utils
+        from transformers.utils.generic import accepts_precomputed_kwargs
+
+        del accepts_precomputed_kwargs  # this one passes them on
+        reader = tower.visual
+        positions = vision_utils.get_vision_position_ids(grids, reader.spatial_merge_size)
+        made = {"image_position_ids": positions}
+        if hasattr(reader, "window_size"):
+            made["image_window_index"], lengths = vision_utils.get_vision_window_index(
+                grids, reader.spatial_merge_size, reader.window_size, reader.patch_size
+            )
+        else:
+            made["image_interp_indices"], made["image_interp_weights"] = (
+                vision_utils.get_vision_interpolation_indices_and_weights(
+                    grids,
+                    num_grid_per_side=reader.num_grid_per_side,
+                    mode=reader.interpolation_mode,
+                    align_corners=reader.interpolation_align_corners,
+                    spatial_merge_size=reader.config.spatial_merge_size,
+                )
+            )
+            lengths = None
+    except (ImportError, AttributeError):
+        return {"image_grid_thw": grids.to(device)}
+    on_device = {name: sent(each, device) for name, each in made.items()}
+    return on_device if lengths is None else on_device | {"image_cu_window_seqlens": lengths}
 
 
 def blank_tower(vision: Vision) -> tuple[Any, str]:

@@ -18,6 +18,17 @@ from bloomery.data.pictures.processor import PictureProcessor
 from bloomery.facts.pictures import Vision
 
 Ids = np.ndarray[Any, np.dtype[np.int64]]
+# Sizes of pictures stay on the host, which makes shapes and loops of them: it would wait to have them back.
+ON_THE_HOST = ("image_grid_thw", "image_sizes", "spatial_shapes")
+
+
+def changed_inputs(
+    inputs: Mapping[str, Tensor], change: Callable[[Tensor], Tensor]
+) -> dict[str, Tensor]:
+    """The inputs of a tower with `change`, which moves a tensor, applied to all but sizes."""
+    return {
+        name: tensor if name in ON_THE_HOST else change(tensor) for name, tensor in inputs.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -30,8 +41,7 @@ class Pictures:
     places: Tensor
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Pictures":
-        inputs = {name: change(tensor) for name, tensor in self.inputs.items()}
-        return replace(self, inputs=inputs, places=change(self.places))
+        return replace(self, inputs=changed_inputs(self.inputs, change), places=change(self.places))
 
 
 @final
