@@ -65,6 +65,8 @@ def model_of(folder: Path) -> torch.nn.Module:
 
 
 def settings(config: Any, folder: Path, *, rows: int, **more: Any) -> Any:
+    if config.__name__ != "GRPOConfig":
+        more["max_length"] = None
     return config(
         output_dir=str(folder),
         use_cpu=True,
@@ -72,6 +74,5 @@ def settings(config: Any, folder: Path, *, rows: int, **more: Any) -> Any:
         bf16=False,
         gradient_checkpointing=False,
         per_device_train_batch_size=rows,
-        max_length=None,
         **more,
     )

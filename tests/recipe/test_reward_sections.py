@@ -133,7 +133,7 @@ def test_a_divergence_is_measured_with_all_weights_trained(read, kind):
     recipe = read(f"objective: {kind}" + REWARDS)
     refuse_reward_misfits(recipe)
     assert recipe.objective.reference == "auto"
-    assert reference_of(recipe.objective, recipe.adapter).value == "copy"
+    assert reference_of(recipe.objective, recipe.adapter, recipe.vision.train).value == "copy"
 
 
 def test_rewards_without_completions_are_refused_before_a_run(read):

@@ -40,8 +40,7 @@ def measured(plan, teacher=None) -> float:
         build_objective(plan, lambda _: teacher),
     )
     batches = [
-        with_text_structure(_batch(plan), plan.objective, plan.adapter)
-        for _ in range(min(2, plan.train.accumulation))
+        with_text_structure(_batch(plan), plan) for _ in range(min(2, plan.train.accumulation))
     ]
 
     def step() -> None:

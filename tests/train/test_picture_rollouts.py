@@ -18,6 +18,7 @@ from bloomery.data.prompts import Prompts
 from bloomery.evals.evaluate import evaluate_model
 from bloomery.model.heads import ScoreSettings
 from bloomery.plan.store import write_plan
+from bloomery.plan.types import VisionPlan
 from bloomery.recipe.load import load_recipe
 from bloomery.recipe.rewards import ModelReward
 from bloomery.train.objectives.build import batch_label_scores
@@ -192,6 +193,19 @@ def test_a_reference_sees_the_same_pictures(name, recipe, tmp_path):
     assert abs(second[key]) > 1e-4
 
 
+@pytest.mark.parametrize("adapter", ["{kind: none}", "{kind: lora, rank: 4}"])
+def test_a_reference_has_the_projector_as_it_was(adapter, recipe, tmp_path):
+    """Only that is changed: the divergence is of it alone."""
+    plan = plan_of(recipe, f"adapter={adapter}", "objective.beta=0.1", "train.max_steps=2")
+    vision = VisionPlan(train="projector", projector_learning_rate=0.5)
+    optimizer = plan.optimizer.model_copy(update={"learning_rate": 0.0})
+    plan = plan.model_copy(update={"vision": vision, "optimizer": optimizer})
+    events = train(plan, tmp_path / "run")
+    first, second = (event["metrics"]["kl"] for event in fields(events, "StepDone"))
+    assert abs(first) < 1e-5
+    assert abs(second) > 1e-4
+
+
 SEEING = """
 import os
 
@@ -223,6 +237,8 @@ def test_reward_models_read_text_and_are_refused(recipe, tmp_path):
 def test_eval_of_a_run_is_its_own_evaluation(tmp_path):
     recipe = write_recipe(tmp_path, "qwen3_vl", validation="0.4")
     plan = plan_of(recipe)
+    vision = VisionPlan(train="projector", projector_learning_rate=0.1)
+    plan = plan.model_copy(update={"vision": vision})
     events = train(plan, tmp_path / "run")
     write_plan(plan, tmp_path / "run" / "plan.json")
     last = fields(events, "EvalDone")[-1]["metrics"]["reward"]

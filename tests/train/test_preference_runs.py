@@ -178,11 +178,11 @@ def test_adapters_take_their_reference_from_the_base(kind, answers, tmp_path, mo
 
 def test_what_is_trained_beside_the_adapters_is_no_part_of_the_reference():
     kinds = [
-        reference_of(DPO, Lora(kind="lora", modules_to_save=also)).value
-        for also in ([], ["lm_head"])
+        reference_of(DPO, Lora(kind="lora", modules_to_save=also), vision).value
+        for also, vision in (([], "none"), (["lm_head"], "none"), ([], "projector"))
     ]
-    assert kinds == ["adapters", "precomputed"]
-    assert reference_of(SimPo(kind="simpo"), Lora(kind="lora")).value == "none"
+    assert kinds == ["adapters", "precomputed", "precomputed"]
+    assert reference_of(SimPo(kind="simpo"), Lora(kind="lora"), "none").value == "none"
 
 
 def test_an_exported_reward_model_opens_and_says_what_its_loss_is_of(answers, tmp_path):

@@ -179,7 +179,7 @@ def first_batches(plan: RunPlan, count: int) -> list[Batch]:
     batches = []
     for number in range(count):
         batch = loader.batch(Cursor(seed, number * sequences), sequences)
-        batches.append(with_text_structure(batch, plan.objective, plan.adapter))
+        batches.append(with_text_structure(batch, plan))
     return batches
 
 
@@ -201,7 +201,7 @@ def longest_batches(plan: RunPlan, count: int) -> list[Batch]:
             positions=torch.arange(length).repeat(sequences, 1),
             documents=torch.zeros(sequences, length, dtype=torch.int64),
         )
-        batches.append(with_text_structure(batch, plan.objective, plan.adapter))
+        batches.append(with_text_structure(batch, plan))
     return batches
 
 

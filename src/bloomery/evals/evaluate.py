@@ -106,6 +106,7 @@ def evaluate_model(
     rewarded = _plan_with_rewards(model)
     if rewarded is not None and (plan is not None or is_prompts(data)):
         rows = None if plan is not None else data
+        add_tuned_vision(decoder, rewarded, find_model(model, step).weights)
         return evaluate_rewards(
             decoder, tokenizer, rewarded, model, rows, template=template, trust_code=trust_code
         )

@@ -38,7 +38,6 @@ from bloomery.train.rl.rollout_pictures import PromptReader
 from bloomery.train.rl.rollout_source import HELD_OUT, sampling_of
 from bloomery.train.rl.sampler import keyed_uniforms
 from bloomery.train.rl.scoring import reward_entries, score_entries
-from bloomery.train.state import add_vision
 
 
 @dataclass(frozen=True)
@@ -72,6 +71,8 @@ def evaluate_rewards(
     trust_code: bool = False,
 ) -> tuple[RewardScores, list[str]]:
     """The scores on the run's held-out prompts, as its evaluations sample them, or on the rows of `data`; and notes.
+
+    `decoder`: with its tower where the run's prompts have pictures.
 
     Raises UserError: without prompts, for a reward that fails, and without `trust_code` for Python rewards that the
     user has not asked for (`runs.consent`).
@@ -122,7 +123,6 @@ def complete_as_trained(
     """One completion of each prompt, with the random numbers of the run's own evaluations."""
     objective = plan.objective
     assert isinstance(objective, Rollouts)
-    add_vision(decoder, plan)
     read_prompt = PromptReader(plan.data.prepared)
     stop_ids = known_ids(tokenizer.eos_id, decoder.config.eos_token_id)
     uniforms = keyed_uniforms(

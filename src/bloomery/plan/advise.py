@@ -482,7 +482,8 @@ def _disk_bytes(recipe: Recipe, plan: RunPlan, step: StepShape) -> dict[str, flo
         disk["checkpoints"] += weights * recipe.checkpoint.keep
     if (
         dataset is not None
-        and reference_of(recipe.objective, recipe.adapter).value == "precomputed"
+        and reference_of(recipe.objective, recipe.adapter, recipe.vision.train).value
+        == "precomputed"
     ):
         disk["reference"] = float(REFERENCE_BYTES * dataset.tokens)
     return disk
@@ -575,7 +576,7 @@ def _ladder(recipe: Recipe, plan: RunPlan) -> Iterator[tuple[str, str]]:
         yield "train.precision=auto", "matmuls in half precision"
     if (
         isinstance(plan.objective, Rollouts)
-        and reference_of(recipe.objective, recipe.adapter).value == "copy"
+        and reference_of(recipe.objective, recipe.adapter, recipe.vision.train).value == "copy"
     ):
         if gpu and plan.parallel is None and plan.objective.reference == "device":
             yield "objective.reference=host", "moves each layer of the reference model to the GPU"

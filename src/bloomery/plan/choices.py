@@ -28,7 +28,7 @@ from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import ReferencePlace
 from bloomery.plan.types import DatasetFacts, RunPlan
 from bloomery.recipe.objectives import Distill, Grpo, Ppo, Rloo, Rollouts
-from bloomery.recipe.schema import Adapter, AnyObjective, Lora, Peft, Recipe
+from bloomery.recipe.schema import Adapter, AnyObjective, Lora, Peft, Recipe, VisionParts
 
 # of flash attention 2 (its README), which varlen_attn calls; wider heads are an error in the first step
 WIDEST_FLASH_HEAD = 256
@@ -398,7 +398,7 @@ def ineffective_settings(recipe: Recipe, *, accelerator: bool, precision: str) -
         yield "train.offload_activations does not offload what selective checkpointing keeps: use full"
     if isinstance(recipe.objective, Rollouts) and recipe.objective.reference != "auto":
         key = f"objective.reference={recipe.objective.reference}"
-        if reference_of(recipe.objective, recipe.adapter).value != "copy":
+        if reference_of(recipe.objective, recipe.adapter, recipe.vision.train).value != "copy":
             yield f"{key} has no effect: the run needs no frozen copy of the start"
         elif recipe.objective.reference == "host" and not accelerator:
             yield f"{key} has no effect on a CPU: the copy is already in CPU memory"
@@ -456,12 +456,19 @@ _BASE_IS_REFERENCE = (
 )
 
 
-def reference_of(objective: AnyObjective, adapter: Adapter) -> Choice[Reference]:
+def reference_of(
+    objective: AnyObjective, adapter: Adapter, vision: VisionParts
+) -> Choice[Reference]:
     """`precomputed`: before the first step. `adapters`: in each step, by the base model without its adapters. `copy`:
     by a frozen copy of the start, for completions that no dataset has.
+
+    `vision`: what is trained in full of the parts that read pictures.
     """
+    beside = [*adapter.modules_to_save] if isinstance(adapter, Lora) else []
+    if vision != "none":
+        beside.append(f"vision.train={vision}")
     if isinstance(objective, Rollouts) and objective.kl_weight:
-        if isinstance(adapter, Lora) and not adapter.modules_to_save:
+        if isinstance(adapter, Lora) and not beside:
             return Choice("adapters", _BASE_IS_REFERENCE)
         return Choice("copy", "training changes the weights of the reference model")
     if not objective.spec.reference:
@@ -472,10 +479,8 @@ def reference_of(objective: AnyObjective, adapter: Adapter) -> Choice[Reference]
         )
     if not isinstance(adapter, Lora):
         return Choice("precomputed", "training changes the weights of the reference model")
-    if adapter.modules_to_save:
-        return Choice(
-            "precomputed", f"{', '.join(adapter.modules_to_save)} are trainable, not only adapters"
-        )
+    if beside:
+        return Choice("precomputed", f"{', '.join(beside)} are trainable, not only adapters")
     return Choice("adapters", _BASE_IS_REFERENCE)
 
 
@@ -501,7 +506,7 @@ def extra_forwards(recipe: Recipe | RunPlan) -> int:
     """Additional forward passes of a step."""
     # RLOO and PPO take the divergence off the rewards: their forwards are of a rollout (`RolloutShape.scored_passes`).
     is_of_rollout = isinstance(recipe.objective, Rloo | Ppo)
-    reference = reference_of(recipe.objective, recipe.adapter).value
+    reference = reference_of(recipe.objective, recipe.adapter, recipe.vision.train).value
     return 1 if reference in ("adapters", "copy") and not is_of_rollout else 0
 
 
@@ -532,7 +537,7 @@ def objective_choices(
     reference_place: ReferencePlace = "none",
 ) -> Iterator[tuple[str, Choice[str]]]:
     """By key: the choices of the objective. `reference_place`: of its frozen copy."""
-    reference = reference_of(recipe.objective, recipe.adapter)
+    reference = reference_of(recipe.objective, recipe.adapter, recipe.vision.train)
     unit = "rollout" if isinstance(recipe.objective, Rloo | Ppo) else "step"
     if reference.value == "adapters":
         yield (

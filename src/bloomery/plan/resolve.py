@@ -266,7 +266,7 @@ def _choose_step_and_reference(recipe: Recipe, facts: Facts, *, gpus: int, nodes
     """The step, with the place of a frozen copy of the start where the objective needs one: on the device where that
     fits, else on the host. Raises UserError.
     """
-    if reference_of(recipe.objective, recipe.adapter).value != "copy":
+    if reference_of(recipe.objective, recipe.adapter, recipe.vision.train).value != "copy":
         return _choose_step(recipe, facts, gpus=gpus, nodes=nodes, reference="none")
     objective = recipe.objective
     assert isinstance(objective, Rollouts)

@@ -432,7 +432,7 @@ def _batch(plan: RunPlan) -> Batch:
     shape = plan.train.micro_batch_size, plan.data.sequence_length
     numbers = [torch.empty(shape, dtype=torch.int64) for _ in range(4)]
     whole = Batch(numbers[0], numbers[1], torch.empty(shape), numbers[2], numbers[3])
-    return with_text_structure(whole, plan.objective, plan.adapter).part(0, plan.train.context)
+    return with_text_structure(whole, plan).part(0, plan.train.context)
 
 
 def weights(model: nn.Module) -> Iterator[Tensor]:

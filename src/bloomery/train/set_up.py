@@ -239,7 +239,7 @@ def open_run_dataset(
     identity = read_identity(run_dir)
     run = "" if identity is None else identity.run
     files = dict[SplitName, Path]()
-    if reference_of(plan.objective, plan.adapter).value == "precomputed":
+    if reference_of(plan.objective, plan.adapter, plan.vision.train).value == "precomputed":
         scoring = ReferenceScoring(
             data=data,
             seed=plan.train.seed,

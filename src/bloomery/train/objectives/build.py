@@ -46,7 +46,6 @@ from bloomery.recipe.objectives import (
     Sft,
     SimPo,
 )
-from bloomery.recipe.schema import Adapter
 from bloomery.train.objectives.distillation import TeacherPlan, divergence_head, load_teacher
 from bloomery.train.objectives.losses import (
     LossParts,
@@ -215,7 +214,10 @@ def build_objective(
     """
     score_settings = ScoreSettings(plan.model.score_chunk, operators=operators)
     together = plan.train.stream_micro_batches
-    scores_in_steps = reference_of(plan.objective, plan.adapter).value in ("adapters", "copy")
+    scores_in_steps = reference_of(plan.objective, plan.adapter, plan.vision.train).value in (
+        "adapters",
+        "copy",
+    )
 
     def teacher() -> Decoder:
         assert isinstance(plan.objective, Distill)
@@ -528,9 +530,9 @@ def _reference_pairs(scores_BT: Tensor, batch: Batch) -> PairScores:
     return _pairs(batch.extras["reference"].to(scores_BT.dtype), batch)
 
 
-def with_text_structure(batch: Batch, objective: ObjectiveSection, adapter: Adapter) -> Batch:
+def with_text_structure(batch: Batch, plan: RunPlan) -> Batch:
     """A synthetic batch with what the objective needs: tokens, two texts per sequence, log-probabilities 0."""
-    if not objective.spec.numbers_texts:
+    if not plan.objective.spec.numbers_texts:
         return batch
     if batch.sequences is None:
         rows, length = batch.tokens.shape
@@ -538,7 +540,7 @@ def with_text_structure(batch: Batch, objective: ObjectiveSection, adapter: Adap
         halves_BT = 2 * torch.arange(rows)[:, None] + is_second_T
         batch = replace(batch, sequences=halves_BT)
         batch = batch.with_extras(kto_labels=torch.ones_like(batch.tokens))
-    precomputed = reference_of(objective, adapter).value == "precomputed"
-    if precomputed and "reference" not in batch.extras:
+    reference = reference_of(plan.objective, plan.adapter, plan.vision.train)
+    if reference.value == "precomputed" and "reference" not in batch.extras:
         batch = batch.with_extras(reference=torch.zeros_like(batch.loss_mask))
     return batch

@@ -34,7 +34,7 @@ def build_reference_model(
     have the dtypes with which the first step of `policy` computes, so that they agree before the first update.
     Raises UserError when the folder of the start is missing, damaged or changed.
     """
-    if reference_of(plan.objective, plan.adapter).value != "copy":
+    if reference_of(plan.objective, plan.adapter, plan.vision.train).value != "copy":
         return None
     objective = plan.objective
     assert isinstance(objective, Rollouts), "others score their dataset before the first step"
