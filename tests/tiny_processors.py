@@ -37,7 +37,10 @@ def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
     special = [*SPECIAL, *others, *(tile.format(*place) for place in tiles if tile)]
     special += [name for name in (before, after) if name]
     special = [*dict.fromkeys(special), picture]
-    backend = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(alphabet)}, merges=[]))
+    # One merge: a GGUF file must state some, and llama.cpp writes this one before a picture of SmolVLM.
+    newline = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str("\n")[0][0]
+    vocab = {name: index for index, name in enumerate([*alphabet, newline * 2])}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[(newline, newline)]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(name, special=True) for name in special])

@@ -375,8 +375,10 @@ def show_export(export: "Exported") -> None:
     for proof in export.proofs:
         echo(f"{'' if proof.startswith('differs') else 'verified   '}{proof}", err=True)
     echo(f"export     {export.folder} ({format_bytes(export.bytes)})")
-    if export.next:
-        echo(f"next       {export.next}", err=True)
+    if export.mmproj is not None:
+        echo(f"mmproj     {export.mmproj} ({format_bytes(export.mmproj.stat().st_size)})")
+    for command in export.next.splitlines():
+        echo(f"next       {command}", err=True)
 
 
 def data_path(data: Path) -> Path:

@@ -6,9 +6,10 @@ is refused before anything is written.
 
 import math
 import re
+import shlex
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,8 +23,6 @@ from torch import Tensor
 
 from bloomery.core import __version__
 from bloomery.core.errors import UserError
-from bloomery.core.files import start_writing
-from bloomery.core.progress import progress
 from bloomery.data.chat.render import chat_format
 from bloomery.data.tokenizer.templates import own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -31,11 +30,9 @@ from bloomery.export import K_TYPES
 from bloomery.export.card import license_of
 from bloomery.export.gguf_experts import describe_experts, mlp_width
 from bloomery.export.gguf_format import (
-    ALIGNMENT,
     ELSEWHERE,
     GgufTensor,
     attention_interval,
-    bytes_in_file,
     computed_tensors,
     encoded,
     fallbacks,
@@ -49,6 +46,7 @@ from bloomery.export.gguf_format import (
     vocabulary,
 )
 from bloomery.export.gguf_import import read_gguf
+from bloomery.export.gguf_writing import FILE_TYPES, PlannedTensor, write_file
 from bloomery.export.layouts import (
     Exported,
     adapter_without_base,
@@ -57,6 +55,14 @@ from bloomery.export.layouts import (
     open_merged,
 )
 from bloomery.export.merge_proof import proof_of_changes
+from bloomery.export.mmproj import (
+    Mmproj,
+    num_deep_layers,
+    plan_mmproj,
+    text_graph_name,
+    verify_mmproj,
+    write_mmproj,
+)
 from bloomery.export.verify import verify_gguf
 from bloomery.facts.config import DeltaNet, LatentAttention, ModelConfig
 from bloomery.facts.counting import (
@@ -69,13 +75,14 @@ from bloomery.facts.counting import (
     unstacked_shapes,
 )
 from bloomery.facts.hf_config import config_to_hf
-from bloomery.facts.pictures import vision_of
+from bloomery.facts.pictures import Vision, vision_of
 from bloomery.infer.load import Use
 from bloomery.infer.model_folder import ModelFiles
 from bloomery.model.adapters.base_changes import changes_of_base
 from bloomery.model.adapters.lora import stack_adapter
-from bloomery.model.adapters.peft_reading import base_tensors, read_adaptation
+from bloomery.model.adapters.peft_reading import base_tensors, read_adaptation, tower_changes
 from bloomery.model.adapters.settings import base_of, has_stacks, read_settings
+from bloomery.model.adapters.tower import merged_tower
 from bloomery.model.configs import read_config, stated_config
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.safetensors import TensorReader
@@ -210,11 +217,22 @@ def _describe_delta_nets(writer: Any, config: ModelConfig, sizes: DeltaNet) -> N
     writer.add_ssm_group_count(sizes.num_key_heads)
     writer.add_ssm_time_step_rank(sizes.num_value_heads)
     writer.add_ssm_inner_size(sizes.value_width)
-    # Pairs of a head that turn with the time, the height and the width of a position: in a text all three are the same.
-    rotation = first_with_heads(config).rotation
-    assert rotation is not None, "the family rotates every head"
-    pairs = rotation.width // 2
-    writer.add_rope_dimension_sections([(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0])
+
+
+def _describe_axes(writer: Any, config: ModelConfig, vision: Vision | None) -> None:
+    """Pairs of a head that turn with the time, the height and the width of a position: in a text all three are the
+    same. The graphs of delta nets need them of every model.
+    """
+    if vision is not None and vision.axes is not None:
+        writer.add_rope_dimension_sections([*vision.axes.sections, 0])
+    elif config.delta_net is not None:
+        rotation = first_with_heads(config).rotation
+        assert rotation is not None, "the family rotates every head"
+        pairs = rotation.width // 2
+        writer.add_rope_dimension_sections([(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0])
+    deep_layers = 0 if vision is None else num_deep_layers(vision)
+    if deep_layers:
+        writer.add_uint32(f"{writer.arch}.n_deepstack_layers", deep_layers)
 
 
 def _describe_vocabulary(writer: Any, tokenizer: Tokenizer, config: ModelConfig) -> None:
@@ -276,18 +294,6 @@ def _model_name(name: str, description: Mapping[str, Any]) -> str:
 
 
 # Export
-
-WAITING_BYTES = 2**26  # of a file that wait for the disk while the next are computed
-
-
-@dataclass(frozen=True)
-class PlannedTensor:
-    """A tensor of the file, whose bytes are computed when they are written."""
-
-    name: str
-    shape: tuple[int, ...]
-    kind: str
-    chunks: Callable[[], Iterator[memoryview | bytes]]
 
 
 @dataclass(frozen=True)
@@ -362,17 +368,40 @@ def export_gguf(
 ) -> Exported:
     """Writes the model as the new file `out`, completely or not at all; an adapter is merged into its base.
 
-    `kind`: one of GGUF_TYPES or K_TYPES. The same model gives the same bytes. A few rows at a time are in memory, of q,
-    k and transposed weights one tensor. What an adapter changes must differ from the base in the file; of K types in
-    the float32 file that is rounded to them. Verification compares every tensor of the file, the token ids of some
-    texts and the chat template with the model's. Raises UserError.
+    The tower of a model that sees pictures becomes a second file, `mmproj-` with the same name; where llama.cpp has no
+    such tower, a sentence says so. `kind`: one of GGUF_TYPES or K_TYPES. The same model gives the same bytes. A few
+    rows at a time are in memory, of q, k, transposed weights and towers one tensor. What an adapter changes must differ
+    from the base in the file; of K types in the float32 file that is rounded to them. Verification compares every
+    tensor of the files, the token ids of some texts and the chat template with the model's. Raises UserError.
     """
     use = use or Use("cpu")
     library = gguf_library()
-    with _draft_file(out) as draft:
+    vision = vision_of(stated_config(files.base or files.weights))
+    mmproj_out = out.with_name(f"mmproj-{out.name}")
+    mmproj: Mmproj | None = None
+    with ExitStack() as stack:
+        draft = stack.enter_context(_draft_file(out))
         tokenizer = load_tokenizer(files.tokenizer)
         with open_source(files, use) as source:
             config = source.config
+            notes = [*graph_differences(config, tokenizer.description), *fallbacks(config, kind)]
+
+            # What reads pictures is planned before anything is written.
+            if vision is not None:
+                reader = stack.enter_context(TensorReader())
+                embedding = partial(_embedding, source)
+                changed = {}
+                if files.base is not None:
+                    changed = merged_tower(files.base, files.weights, config)
+                planned = plan_mmproj(
+                    files, vision, kind, reader, tokenizer, embedding, changed=changed
+                )
+                if isinstance(planned, str):
+                    notes.append(f"no mmproj file, so llama.cpp sees no pictures: {planned}")
+                else:
+                    mmproj = planned
+                    notes += mmproj.notes
+                    mmproj_draft = stack.enter_context(_draft_file(mmproj_out))
             with _to_write(draft, kind) as (path, written):
                 write_gguf(
                     path,
@@ -382,21 +411,36 @@ def export_gguf(
                     tokenizer,
                     name=out.stem,
                     license_=license_of(files.weights, files.base),
+                    vision=vision,
                 )
                 if files.base is not None:
                     proof = proof_of_change_in_file(path, config, files, written, use)
-            notes = [*graph_differences(config, tokenizer.description), *fallbacks(config, kind)]
-            if vision_of(stated_config(files.base or files.weights)) is not None:
-                notes.append(
-                    "the language model alone: no mmproj file, so llama.cpp sees no pictures"
-                )
+            if mmproj is not None:
+                write_mmproj(mmproj_draft, mmproj, library)
             proofs = tuple(f"differs    {note}" for note in notes)
             if files.base is not None:
                 proofs += (proof,)
             if verify:
                 proofs += verify_gguf(draft, config, source.rows, tokenizer, where=out)
-        size = draft.stat().st_size
-    return Exported(out, size, proofs)
+                if mmproj is not None:
+                    proofs += (verify_mmproj(mmproj_draft, mmproj, where=mmproj_out),)
+    size = out.stat().st_size
+    if mmproj is None:
+        return Exported(out, size, proofs)
+    size += mmproj_out.stat().st_size
+    both = f"-m {shlex.quote(str(out))} --mmproj {shlex.quote(str(mmproj_out))}"
+    commands = f"llama-mtmd-cli {both} --image PICTURE -p TEXT\nllama-server {both}"
+    return Exported(out, size, proofs, commands, mmproj=mmproj_out)
+
+
+def _embedding(source: ParameterSource, token: int) -> Tensor:
+    """Of one token, float32 [hidden size]."""
+    before = 0
+    for rows in source.rows("model.embed_tokens.weight"):
+        if token < before + len(rows):
+            return rows[token - before].float().clone()
+        before += len(rows)
+    raise AssertionError(f"{token} is no row of the embeddings")
 
 
 def proof_of_change_in_file(
@@ -448,24 +492,19 @@ def write_gguf(
     *,
     name: str,
     license_: str | None,
+    vision: Vision | None = None,
 ) -> None:
     """The file, tensor by tensor. Raises UserError for a model that llama.cpp cannot run, or that is not finite."""
     config = source.config
-    writer = library.GGUFWriter(path, supported_graph(config).name)
+    writer = library.GGUFWriter(path, text_graph_name(supported_graph(config).name, vision))
     writer.add_type("model")
     writer.add_name(_model_name(name, tokenizer.description))
     if license_ is not None:
         writer.add_license(license_)
     writer.add_string("general.exported_by", f"bloomery {__version__}")
     _describe_model(writer, config, library)
-    file_types = {
-        "f32": "ALL_F32",
-        "f16": "MOSTLY_F16",
-        "bf16": "MOSTLY_BF16",
-        "q8_0": "MOSTLY_Q8_0",
-        "q4_0": "MOSTLY_Q4_0",
-    }
-    writer.add_file_type(library.LlamaFileType[file_types[kind]])
+    _describe_axes(writer, config, vision)
+    writer.add_file_type(library.LlamaFileType[FILE_TYPES[kind]])
     writer.add_quantization_version(library.GGML_QUANT_VERSION)
     _describe_vocabulary(writer, tokenizer, config)
 
@@ -478,7 +517,7 @@ def write_gguf(
     for tensor, values in computed_tensors(config).items():
         chunks = partial(iter, (values.tobytes(),))
         tensors.append(PlannedTensor(tensor, values.shape, "f32", chunks))
-    _write_file(writer, path, tensors, library)
+    write_file(writer, path, tensors, library)
 
 
 def _encoded_rows(piece: GgufTensor, source: ParameterSource, kind: str) -> Iterator[memoryview]:
@@ -490,33 +529,6 @@ def _encoded_rows(piece: GgufTensor, source: ParameterSource, kind: str) -> Iter
         all_rows = chain.from_iterable(map(source.rows, piece.parts))
     for rows in all_rows:
         yield encoded(piece.apply(rows).contiguous(), kind, piece.name).data
-
-
-def _write_file(writer: Any, path: Path, tensors: Sequence[PlannedTensor], library: Any) -> None:
-    """The library writes header and metadata; its way to write tensors needs each whole, and misses a full disk."""
-    for tensor in tensors:
-        writer.add_tensor_info(
-            tensor.name,
-            tensor.shape,
-            np.dtype(np.float32),
-            bytes_in_file(tensor.shape, tensor.kind),
-            library.GGMLQuantizationType[tensor.kind.upper()],
-        )
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    writer.close()
-    with path.open("ab") as file:
-        written_out = 0  # bytes that the disk was asked to write
-        for number, tensor in enumerate(tensors, 1):
-            progress(f"writing tensor {number:,} of {len(tensors):,}")
-            file.write(b"\0" * (-file.tell() % ALIGNMENT))
-            for chunk in tensor.chunks():
-                file.write(chunk)
-            if file.tell() - written_out > WAITING_BYTES:
-                start_writing(file, written_out)
-                written_out = file.tell()
-        file.write(b"\0" * (-file.tell() % ALIGNMENT))
 
 
 @contextmanager
@@ -577,6 +589,7 @@ def export_gguf_adapter(files: ModelFiles, out: Path, *, kind: str = "f16") -> E
     adaptation, config = read_adaptation(files.weights, base, base=files.base)
     features = ["DoRA"] if adaptation.dora else []
     features += ["whole modules"] if adaptation.modules_to_save else []
+    features += ["changes of what reads pictures"] if tower_changes(files.weights, base) else []
     features += ["new tokens"] if config.vocab_size != base.vocab_size else []
     if any(not is_in_layer(module) for module in adaptation.pairs):
         features += ["matrices for per_layer_model_projection, where it adds none"]
@@ -606,7 +619,9 @@ def export_gguf_adapter(files: ModelFiles, out: Path, *, kind: str = "f16") -> E
             adapter_without_base(adaptation, config, files.weights, "cpu")
         )
     with _draft_file(out) as draft, TensorReader() as reader:
-        writer = library.GGUFWriter(draft, supported_graph(config).name)
+        vision = vision_of(stated_config(files.base))
+        graph_name = text_graph_name(supported_graph(config).name, vision)
+        writer = library.GGUFWriter(draft, graph_name)
         writer.add_type("adapter")
         writer.add_string("adapter.type", "lora")
         writer.add_name(out.stem)
@@ -631,7 +646,7 @@ def export_gguf_adapter(files: ModelFiles, out: Path, *, kind: str = "f16") -> E
             B = B[first_row : first_row + num_rows]
             tensors += _planned_pair(piece.name, piece.apply_to_pair(A, B), kind)
         assert tensors, "an adapter has matrices"
-        _write_file(writer, draft, tensors, library)
+        write_file(writer, draft, tensors, library)
         size = draft.stat().st_size
     num_pairs = len(tensors) // 2
     proof = f"{num_pairs} pairs of LoRA matrices for {_base_name(files.base)}"

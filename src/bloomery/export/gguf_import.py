@@ -49,6 +49,7 @@ from bloomery.facts.counting import (
 from bloomery.facts.families import FAMILIES
 from bloomery.facts.family import Family
 from bloomery.facts.gguf_graphs import PLAIN_GRAPH, GgufGraph
+from bloomery.facts.gguf_projectors import GGUF_PROJECTORS
 from bloomery.facts.hf_config import config_from_hf
 from bloomery.model.io.parameters import dtype_in, unstacked
 from bloomery.model.io.weights import write_json, write_model_piecewise
@@ -72,6 +73,14 @@ MOST_LAYERS = 2**12
 # `general.file_type`, and the type of the same size that no tensor of such a file has: read as that one, its bytes are
 # other numbers, and nothing else in the file tells.
 _FOREIGN_TYPE = {1: "BF16", 32: "F16", 2: "IQ4_NL", 25: "Q4_0"}
+
+
+# Graphs of language models that see pictures, which compute texts as the graphs for text do.
+PLAIN_GRAPHS = {
+    graph: plain_graph
+    for projector in GGUF_PROJECTORS.values()
+    for plain_graph, graph in projector.text_graph.items()
+}
 
 
 @dataclass(frozen=True)
@@ -202,6 +211,9 @@ def read_gguf(path: Path) -> tuple[Json, dict[str, StoredGgufTensor]]:
     memory = np.frombuffer(content, dtype=np.uint8)
     file_type = metadata.get("general.file_type")
     foreign_type = _FOREIGN_TYPE.get(file_type) if isinstance(file_type, int) else None
+    # Gemma 3's mmproj has one tensor in float16 in files of any type.
+    if metadata.get("general.architecture") == "clip":
+        foreign_type = None
     tensors: dict[str, StoredGgufTensor] = {}
     tensors_end = 0
     for name, shape, type_number, offset in infos:
@@ -304,7 +316,8 @@ def _family_of(architecture: str, names: list[str], fact: Callable[..., Any]) ->
 
 def config_of(metadata: Json, tensors: Mapping[str, StoredGgufTensor], path: Path) -> ModelConfig:
     """Raises UserError for an architecture or a value that is not known."""
-    architecture = metadata.get("general.architecture")
+    stated_name = metadata.get("general.architecture")
+    architecture = PLAIN_GRAPHS.get(str(stated_name), stated_name)
     # Of several families with one graph the first stands for them, of those whose layers have a window if the file
     # states one: it does not say more.
     names_by_graph: dict[str, list[str]] = {}
@@ -318,7 +331,7 @@ def config_of(metadata: Json, tensors: Mapping[str, StoredGgufTensor], path: Pat
         raise UserError(problem, where=str(path), fix=fix)
 
     def fact(name: str, default: Any = None) -> Any:
-        return metadata.get(f"{architecture}.{name}", default)
+        return metadata.get(f"{stated_name}.{name}", default)
 
     family_name = _family_of(architecture, names_by_graph[architecture], fact)
     family = FAMILIES[family_name]
@@ -831,6 +844,12 @@ def import_gguf(path: Path, out: Path, *, dtype: str | None = None) -> Exported:
             code=2,
         )
     metadata, tensors = read_gguf(path)
+    if metadata.get("general.architecture") == "clip":
+        raise UserError(
+            "this is an mmproj file: the vision tower of a model, without its language model",
+            where=str(path),
+            fix="name the GGUF file of the language model, which is imported as a text model",
+        )
     if metadata.get("general.type", "model") != "model":
         problem = f"the file holds a {str(metadata['general.type'])[:40]}, not a model"
         raise UserError(problem, where=str(path), fix="name the GGUF file of a model")

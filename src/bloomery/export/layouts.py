@@ -87,12 +87,15 @@ PROBE_TOKENS = 16
 
 @dataclass(frozen=True)
 class Exported:
-    """`proofs`: one sentence per check that passed; empty without verification. `next`: a command for the result."""
+    """`proofs`: one sentence per check that passed; empty without verification. `next`: commands for the result, one a
+    line. `mmproj`: a second GGUF file, with the tower of a model that sees pictures. `bytes`: of all files.
+    """
 
     folder: Path
     bytes: int
     proofs: tuple[str, ...]
     next: str = ""
+    mmproj: Path | None = None
 
 
 # The layouts

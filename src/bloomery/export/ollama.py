@@ -232,6 +232,10 @@ def export_ollama(
     with draft_of(out) as draft:
         done = export_gguf(files, draft / name, kind=kind, verify=verify, use=use)
         text, notes = modelfile(name, files, load_tokenizer(files.tokenizer))
+        if done.mmproj is not None:
+            # As people import multimodal models of llama.cpp: the second FROM is the projector.
+            text = text.replace("\n", f"\nFROM ./{done.mmproj.name}\n", 1)
+            notes.append("no Ollama has opened the mmproj file here: ask the model about a picture")
         (draft / "Modelfile").write_text(text, encoding="utf-8")
     size = sum(path.stat().st_size for path in out.iterdir())
     proofs = (*done.proofs, *(f"differs    {note}" for note in notes))

@@ -142,7 +142,7 @@ def _check_tensors(
         for expected in _expected_rows(piece, source_rows):
             stored = dequantized_tensor(block.rows(start, start + len(expected)))
             start += len(expected)
-            share = _error_share(stored, expected, block.tensor_type.name)
+            share = error_share(stored, expected, block.tensor_type.name)
             if not share <= 1.0:
                 raise UserError(
                     f"{piece.name} of the file is not the model's: its error is "
@@ -173,7 +173,7 @@ def _expected_rows(
             yield piece.as_rows(piece.apply(rows.float()))
 
 
-def _error_share(stored: Tensor, expected: Tensor, tensor_type: str) -> float:
+def error_share(stored: Tensor, expected: Tensor, tensor_type: str) -> float:
     """The largest error as a share of its bound; 0 where both are 0."""
     errors = (stored - expected).abs()
     # float32 rounds the sums above: a bound may be missed by its last bits.
