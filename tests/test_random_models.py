@@ -14,7 +14,7 @@ from bloomery.random_models import MODELS, folder_of
 from pictures_for_tests import BLUE, RED, TEXT, png, row
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_opens_the_folder_with_every_weight(name):
     from transformers import AutoModelForImageTextToText, AutoTokenizer

@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -93,6 +93,13 @@ _SMOLVLM = _RandomModel(
         "image_std": [0.5, 0.5, 0.5],
     },
     others=("<fake_token_around_image>", "<global-img>"),
+)
+# For a language model that stays frozen: with weights as small as those of a new model it would hardly pass on what the
+# projector gives it.
+_SMOLVLM_LARGE_INIT = replace(
+    _SMOLVLM,
+    config=_SMOLVLM.config
+    | {"text_config": _SMOLVLM.config["text_config"] | {"initializer_range": 0.15}},
 )
 _QWEN_TOWER: Json = {
     "hidden_size": 64,
@@ -197,7 +204,13 @@ _GEMMA4 = _RandomModel(
     others=("<|image>", "<image|>", "<|video|>"),
 )
 MODELS: Mapping[str, _RandomModel] = MappingProxyType(
-    {"smolvlm": _SMOLVLM, "qwen3-vl": _QWEN3_VL, "qwen3.5": _QWEN3_5, "gemma4": _GEMMA4}
+    {
+        "smolvlm": _SMOLVLM,
+        "qwen3-vl": _QWEN3_VL,
+        "qwen3.5": _QWEN3_5,
+        "gemma4": _GEMMA4,
+        "smolvlm-large-init": _SMOLVLM_LARGE_INIT,
+    }
 )
 
 

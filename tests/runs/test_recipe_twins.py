@@ -40,7 +40,7 @@ def test_every_recipe_that_starts_from_a_model_has_a_twin():
     # tests/train/test_ranks_recipes.py has theirs
     several = {"llama3.1-8b-full-8gpu", "llama2-70b-lora-8gpu"}
     assert asked - sizes - several == set(TWINS)
-    assert len(TWINS) == 47
+    assert len(TWINS) == 48
 
 
 @pytest.mark.parametrize("name", TWINS)
@@ -50,6 +50,7 @@ def test_a_twin_is_its_recipe_but_for_size_and_data(name):
     assert twin.data.builtin is not None
     assert recipe.objective.kind == twin.objective.kind
     assert recipe.quantize == twin.quantize
+    assert recipe.vision == twin.vision
     theirs, ours = recipe.adapter.model_dump(), twin.adapter.model_dump()
     assert {key for key in theirs if theirs[key] != ours[key]} <= LEARNS_MORE
     kept = (
