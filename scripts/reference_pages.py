@@ -424,7 +424,7 @@ def objectives_table() -> Iterator[str]:
             spec.loss_unit, spec.loss_unit
         )
         reference = "yes" if spec.reference else "teacher" if spec.extra_forwards else "no"
-        if spec.source == "rollouts":
+        if spec.source == "rollouts" and not spec.extra_forwards:
             reference = f"with `{'kl_coef' if 'kl_coef' in keys else 'beta'}`"
         yield f"| [`{kind}`](#{kind}) | {_names(formats)} | {unit} | {reference} | {', '.join(words)} |"
 

@@ -176,6 +176,11 @@ def test_values_in_the_table_of_a_key_are_accepted() -> None:
     """A table whose first heading is a recipe key lists values of it: each loads."""
     needed = {
         "distill": ["objective.teacher=my-teacher"],
+        "on_policy_distill": ["objective.teacher=my-teacher"],
+        "objective.divergence": [
+            "objective.kind=on_policy_distill",
+            "objective.teacher=my-teacher",
+        ],
         "objective.reference": ["objective.kind=grpo", "rewards=[{python: 'rewards.py:score'}]"],
     }
     refused = []

@@ -976,6 +976,65 @@ def test_the_trainer_of_a_script_names_the_objective(trainer, kind, tmp_path):
     assert (recipe.model.from_, recipe.data.sequence_length) == ("a/b", 1024)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        'SFTTrainer("a/b", args=SFTConfig(max_length=1024))',
+        'SFTTrainer(model="a/b", args=SFTConfig(max_length=1024))',
+        'name = "a/b"\ntrainer = SFTTrainer(model=name, args=SFTConfig(max_length=1024))',
+    ],
+)
+def test_a_trainer_that_is_given_the_name_of_a_model_trains_it(call, tmp_path):
+    _, recipe, _ = imported(f'data = load_dataset("c/d")\n{call}\n', tmp_path, "theirs.py")
+    assert (recipe.model.from_, recipe.data.sequence_length) == ("a/b", 1024)
+
+
+STUDENT = 'student = AutoModelForCausalLM.from_pretrained("a/small")\n'
+TEACHER = 'teacher = AutoModelForCausalLM.from_pretrained("a/large")\n'
+
+
+@pytest.mark.parametrize(
+    ("lines", "models"),
+    [
+        (TEACHER + STUDENT, "student, teacher_model=teacher"),
+        (STUDENT + TEACHER, "model=student, teacher_model=teacher"),
+        ("", 'model="a/small", teacher_model="a/large"'),
+    ],
+)
+@pytest.mark.parametrize(
+    ("trainer", "settings", "expected"),
+    [
+        ("GKD", "lmbda=0.0", {"kind": "distill", "temperature": 0.9, "kd_ratio": 1}),
+        (
+            "GKD",
+            "lmbda=1.0, max_new_tokens=64",
+            {"kind": "on_policy_distill", "divergence": "jsd", "max_completion_length": 64},
+        ),
+        (
+            "Distillation",
+            "max_completion_length=64",
+            {"kind": "on_policy_distill", "divergence": "reverse_kl", "max_completion_length": 64},
+        ),
+        (
+            "Distillation",
+            "beta=0.3",
+            {"kind": "on_policy_distill", "divergence": "jsd", "jsd_beta": 0.3},
+        ),
+        ("Distillation", "beta=0", {"kind": "on_policy_distill", "divergence": "forward_kl"}),
+    ],
+)
+def test_the_teacher_of_a_script_is_the_teacher(
+    lines, models, trainer, settings, expected, tmp_path
+):
+    text = f'{lines}data = load_dataset("c/d")\n'
+    text += f"trainer = {trainer}Trainer({models}, args={trainer}Config({settings}))\n"
+    _, recipe, _ = imported(text, tmp_path, "theirs.py")
+    assert (recipe.model.from_, recipe.objective.teacher) == ("a/small", "a/large")
+    found = recipe.objective.model_dump()
+    assert {name: found[name] for name in expected} == expected
+    assert not recipe.rewards
+
+
 def test_rewards_of_a_script_are_functions_of_a_file(tmp_path):
     text = 'model = AutoModelForCausalLM.from_pretrained("a/b")\n'
     text += "trainer = GRPOTrainer(reward_funcs=[short, mine.right], args=GRPOConfig(num_generations=4))\n"

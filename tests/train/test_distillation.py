@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from bloomery.core.errors import UserError
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
-from bloomery.model.heads import Divergence, Teacher
+from bloomery.model.heads import Divergence, DivergenceMeasure, Teacher
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import EvalDone, StepDone
 from bloomery.recipe.objectives import Distill
@@ -193,7 +193,9 @@ def test_finite_differences():
     labels = inputs.labels[:, places]
     loss_mask = inputs.loss_mask[:, places]
     assert 5 < loss_mask.sum() < 9  # a chunk of five and a part of one
-    head = Divergence(labels, loss_mask, 5, 1.3, Teacher(lambda: hidden, teacher.lm_head, 5.0))
+    measure = DivergenceMeasure("forward_kl", 1.3)
+    teaching = Teacher(lambda: hidden, teacher.lm_head, 5.0)
+    head = Divergence(labels, loss_mask, 5, measure, teaching)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 9, 48, dtype=torch.float64, generator=generator)
     states = torch.randn(1, 9, 32, dtype=torch.float64, generator=generator).requires_grad_()
@@ -202,7 +204,7 @@ def test_finite_differences():
 
 def teacher_plan_of(plan, teacher: str) -> TeacherPlan:
     keys = Distill(kind="distill", teacher=teacher)
-    return TeacherPlan.of(keys, plan.model, plan.data, plan.train)
+    return TeacherPlan.of(plan.model_copy(update={"objective": keys}))
 
 
 def test_a_teacher_gets_an_attention_that_computes_what_it_needs(tmp_path):

@@ -83,6 +83,11 @@ class ObjectiveSpec:
         return self.data_kind == "any"
 
     @property
+    def samples(self) -> bool:
+        """Whether it trains on completions that the model samples."""
+        return self.source == "rollouts"
+
+    @property
     def numbers_texts(self) -> bool:
         """Whether the loss is per response, so that batches number the responses of each sequence."""
         return self.loss_unit in ("pair", "answer", "completion")
@@ -107,6 +112,8 @@ _COMPLETIONS = Repeats(
 _AGAINST_REFERENCE = MethodRates(Rates(5e-6, 5e-5), Rates(5e-7, 5e-6))
 # The first rates of all parameters are TRL's defaults.
 _GROUPS = MethodRates(Rates(5e-6, 2e-5, 1e-5), Rates(1e-6, 1e-5, 1e-6))
+# TRL's default of its DistillationTrainer is 1e-6; adapters as in Thinking Machines' "On-Policy Distillation" (2025).
+_ON_POLICY = MethodRates(Rates(1e-5, 2e-4, 1e-4), Rates(1e-6, 2e-5, 5e-6))
 _VALUES = MethodRates(Rates(5e-6, 2e-5, 1e-5), Rates(1e-6, 1e-5, 3e-6))
 
 OBJECTIVES = OpenTable(
@@ -169,6 +176,16 @@ OBJECTIVES = OpenTable(
             ),
             ObjectiveSpec(
                 "distill", "sft", "label", extra_forwards=1, falls=True, repeats=_TEACHER
+            ),
+            ObjectiveSpec(
+                "on_policy_distill",
+                "prompts",
+                "label",
+                extra_forwards=1,
+                source="rollouts",
+                falls=True,
+                rates=_ON_POLICY,
+                repeats=_COMPLETIONS,
             ),
             ObjectiveSpec(
                 "grpo",

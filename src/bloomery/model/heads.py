@@ -5,10 +5,11 @@ for), C rows of one chunk, U entries of one tile of the vocabulary.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -449,11 +450,53 @@ class Teacher:
     softcap: float | None
 
 
+# Rows of `Divergence`, beside the log-probabilities of both models.
+DIVERGENCE = 1
+AGREEMENT = 3
+DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd"]
+
+
+@dataclass(frozen=True)
+class DivergenceMeasure:
+    """How a teacher's distribution t and the model's m at a position are compared, both at `temperature`.
+
+    forward_kl: KL(t || m). reverse_kl: KL(m || t). jsd: beta KL(t || x) + (1 - beta) KL(m || x) of the mixture x =
+    beta t + (1 - beta) m (arXiv:2306.13649, equation 1). Entries that the teacher does not have are impossible to it;
+    but of reverse_kl and jsd, which would be infinite, the model's distribution over the others is taken.
+    """
+
+    kind: DivergenceKind = "forward_kl"
+    temperature: float = 1.0
+    jsd_beta: float = 0.5
+
+    def __call__(self, logprobs_CV: Tensor, teacher_logprobs_CV: Tensor) -> Tensor:
+        """[C], in nats, of log-probabilities of the entries that both have."""
+        if self.kind == "forward_kl":
+            return _kl(teacher_logprobs_CV, logprobs_CV)
+        logprobs_CV = torch.log_softmax(logprobs_CV, 1)  # over these entries alone
+        if self.kind == "reverse_kl":
+            return _kl(logprobs_CV, teacher_logprobs_CV)
+        beta = self.jsd_beta
+        mixture_CV = torch.logaddexp(
+            logprobs_CV + math.log1p(-beta), teacher_logprobs_CV + math.log(beta)
+        )
+        return beta * _kl(teacher_logprobs_CV, mixture_CV) + (1 - beta) * _kl(
+            logprobs_CV, mixture_CV
+        )
+
+
+def _kl(logprobs_CV: Tensor, other_logprobs_CV: Tensor) -> Tensor:
+    """[C]: KL of the first from the second."""
+    return (logprobs_CV.exp() * (logprobs_CV - other_logprobs_CV)).sum(1)
+
+
 @dataclass(frozen=True)
 class Divergence:
-    """float32 [2, B, T]: the log-probability of each label, and KL(teacher || model) at that position in nats.
+    """float32 [4, B, T] of each position: the log-probability of its label, the divergence from the teacher in nats,
+    the teacher's log-probability of the label, and 1 where both think the same token the likeliest.
 
-    Both are 0 where the weight is 0. The divergence is of softmax(logits / temperature). Logits of both models exist
+    All are 0 where the weight is 0. Log-probabilities are of softmax(logits); those of `at_temperature` and the
+    teacher's, as the divergence, of softmax(logits / temperature). Logits of both models exist
     for `chunk` rows at a time and are recomputed in backward. Embeddings of one vocabulary may be padded to
     different sizes: to the teacher, entries that only the model has are impossible.
     """
@@ -461,8 +504,9 @@ class Divergence:
     labels_BT: Tensor
     loss_mask_BT: Tensor
     chunk: int
-    temperature: float
+    measure: DivergenceMeasure
     teacher: Teacher
+    at_temperature: bool = False
     loss_positions_N: Tensor | None = None  # as in `LabelScores`
 
     def __call__(self, hidden_BTD: Tensor, output: nn.Linear, softcap: float | None) -> Tensor:
@@ -486,7 +530,8 @@ class Divergence:
             _scores_and_divergence,
             softcap=softcap,
             teacher_softcap=self.teacher.softcap,
-            temperature=self.temperature,
+            measure=self.measure,
+            at_temperature=self.at_temperature,
         )
         chunks = zip(
             torch.split(hidden_ND, self.chunk),
@@ -508,10 +553,10 @@ class Divergence:
         ]
 
         # Back at their positions in the batch, with zeros between them.
-        loss_results_2N = torch.cat(results, 1)
-        blank_results = loss_results_2N.new_zeros(2, self.labels_BT.numel())
-        all_results = blank_results.index_copy(1, loss_positions, loss_results_2N)
-        return all_results.view(2, *self.labels_BT.shape)
+        loss_results_4N = torch.cat(results, 1)
+        blank_results = loss_results_4N.new_zeros(4, self.labels_BT.numel())
+        all_results = blank_results.index_copy(1, loss_positions, loss_results_4N)
+        return all_results.view(4, *self.labels_BT.shape)
 
 
 def _scores_and_divergence(
@@ -525,9 +570,11 @@ def _scores_and_divergence(
     *,
     softcap: float | None,
     teacher_softcap: float | None,
-    temperature: float,
+    measure: DivergenceMeasure,
+    at_temperature: bool,
 ) -> Tensor:
-    """[2, C]: the log-probability of each label, and the divergence from the teacher's distribution."""
+    """[4, C], as in `Divergence`."""
+    temperature = measure.temperature
     logits_CV = _capped_logits(hidden_CD, weight_VD, bias_V, softcap)
     with torch.no_grad():
         teacher_logprobs_CV = torch.log_softmax(
@@ -536,11 +583,16 @@ def _scores_and_divergence(
             1,
         )
 
-    scores_C = torch.log_softmax(logits_CV, 1).gather(1, labels_C[:, None]).squeeze(1)
-    shared_entries = slice(0, len(teacher_weight_VS))
-    logprobs_CV = torch.log_softmax(logits_CV / temperature, 1)[:, shared_entries]
-    divergence_C = (teacher_logprobs_CV.exp() * (teacher_logprobs_CV - logprobs_CV)).sum(1)
-    return torch.stack([scores_C, divergence_C])
+    num_shared = len(teacher_weight_VS)
+    logprobs_CV = torch.log_softmax(logits_CV / temperature, 1)
+    scored_CV = logprobs_CV if at_temperature else torch.log_softmax(logits_CV, 1)
+    scores_C = scored_CV.gather(1, labels_C[:, None]).squeeze(1)
+    divergence_C = measure(logprobs_CV[:, :num_shared], teacher_logprobs_CV)
+    with torch.no_grad():
+        shared_labels_C1 = labels_C[:, None].clamp(max=num_shared - 1)
+        teacher_scores_C = teacher_logprobs_CV.gather(1, shared_labels_C1).squeeze(1)
+        agree_C = (logits_CV.argmax(1) == teacher_logprobs_CV.argmax(1)).to(scores_C.dtype)
+    return torch.stack([scores_C, divergence_C, teacher_scores_C, agree_C])
 
 
 def _capped_logits(

@@ -57,7 +57,7 @@ from bloomery.plan.types import (
     Verdict,
 )
 from bloomery.recipe.load import LoadedRecipe
-from bloomery.recipe.objectives import Rollouts
+from bloomery.recipe.objectives import RewardedRollouts, Rollouts, Taught
 from bloomery.recipe.schema import Checkpoint, Claims, Lora, Recipe
 from bloomery.recipe.values import ClaimedRange, write_duration
 
@@ -575,13 +575,15 @@ def _ladder(recipe: Recipe, plan: RunPlan) -> Iterator[tuple[str, str]]:
     if settings.precision == "float32" and gpu:
         yield "train.precision=auto", "matmuls in half precision"
     if (
-        isinstance(plan.objective, Rollouts)
+        isinstance(plan.objective, RewardedRollouts)
         and reference_of(recipe.objective, recipe.adapter, recipe.vision.train).value == "copy"
     ):
         if gpu and plan.parallel is None and plan.objective.reference == "device":
             yield "objective.reference=host", "moves each layer of the reference model to the GPU"
         if plan.objective.reference != "nf4":
             yield "objective.reference=nf4", "the KL divergence is measured from a 4-bit copy"
+    if isinstance(plan.objective, Taught) and plan.objective.teacher_quantize == "none":
+        yield "objective.teacher_quantize=nf4", "the teacher's probabilities change a little"
     # Optimizer states, activations or frozen weights in fewer bits, or in CPU memory.
     if gpu and not settings.offload_activations:
         yield "train.offload_activations=true", "moves activations to CPU memory and back"

@@ -27,7 +27,7 @@ from bloomery.plan.estimate.mode import mode_of, setting_of
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import ReferencePlace
 from bloomery.plan.types import DatasetFacts, RunPlan
-from bloomery.recipe.objectives import Distill, Grpo, Ppo, Rloo, Rollouts
+from bloomery.recipe.objectives import Grpo, Ppo, RewardedRollouts, Rloo, Rollouts, Taught
 from bloomery.recipe.schema import Adapter, AnyObjective, Lora, Peft, Recipe, VisionParts
 
 # of flash attention 2 (its README), which varlen_attn calls; wider heads are an error in the first step
@@ -396,7 +396,7 @@ def ineffective_settings(recipe: Recipe, *, accelerator: bool, precision: str) -
         yield "train.offload_activations has no effect on a CPU: activations are already in CPU memory"
     elif recipe.train.offload_activations and recipe.train.activation_checkpointing == "selective":
         yield "train.offload_activations does not offload what selective checkpointing keeps: use full"
-    if isinstance(recipe.objective, Rollouts) and recipe.objective.reference != "auto":
+    if isinstance(recipe.objective, RewardedRollouts) and recipe.objective.reference != "auto":
         key = f"objective.reference={recipe.objective.reference}"
         if reference_of(recipe.objective, recipe.adapter, recipe.vision.train).value != "copy":
             yield f"{key} has no effect: the run needs no frozen copy of the start"
@@ -467,7 +467,7 @@ def reference_of(
     beside = [*adapter.modules_to_save] if isinstance(adapter, Lora) else []
     if vision != "none":
         beside.append(f"vision.train={vision}")
-    if isinstance(objective, Rollouts) and objective.kl_weight:
+    if isinstance(objective, RewardedRollouts) and objective.kl_weight:
         if isinstance(adapter, Lora) and not beside:
             return Choice("adapters", _BASE_IS_REFERENCE)
         return Choice("copy", "training changes the weights of the reference model")
@@ -499,7 +499,12 @@ def correction_of(objective: Grpo) -> Choice[bool]:
 
 
 def teacher_of(recipe: RunPlan) -> ModelConfig | None:
-    return known_config(recipe.objective.teacher) if isinstance(recipe.objective, Distill) else None
+    return known_config(recipe.objective.teacher) if isinstance(recipe.objective, Taught) else None
+
+
+def teacher_form(recipe: Recipe | RunPlan) -> str:
+    """How the matrices of the teacher are kept, if there is one."""
+    return recipe.objective.teacher_quantize if isinstance(recipe.objective, Taught) else "none"
 
 
 def extra_forwards(recipe: Recipe | RunPlan) -> int:
@@ -516,6 +521,7 @@ def memory_setting(plan: RunPlan) -> str:
         mode_of(plan, plan.model.config),
         extra_forwards=extra_forwards(plan),
         teacher=teacher_of(plan),
+        teacher_quantize=teacher_form(plan),
         offload_activations=plan.train.offload_activations,
     )
 
@@ -561,8 +567,10 @@ def objective_choices(
                 "precomputed reference", f"{reference.reason}; one forward pass over the dataset"
             ),
         )
-    if teacher is not None and isinstance(recipe.objective, Distill):
-        reason = f"{recipe.objective.teacher} stays in memory next to the model"
+    if teacher is not None and isinstance(recipe.objective, Taught):
+        kind = recipe.objective.teacher_quantize
+        form = "" if kind == "none" else f" in {kind}"
+        reason = f"{recipe.objective.teacher} stays in memory{form} next to the model"
         yield (
             "objective.teacher",
             Choice(f"teacher of {format_count(parameter_count(teacher))}", reason),

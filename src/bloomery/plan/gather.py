@@ -72,7 +72,7 @@ from bloomery.plan.unsupported import (
 from bloomery.plan.vision import refuse_without_pictures
 from bloomery.random_models import is_random
 from bloomery.recipe.load import LoadedRecipe
-from bloomery.recipe.objectives import Distill, Rollouts
+from bloomery.recipe.objectives import Rollouts, Taught
 from bloomery.recipe.rewards import ModelReward
 from bloomery.recipe.schema import Model, NoAdapter, Recipe, Source
 
@@ -169,7 +169,7 @@ def facts_of(
     added = 0 if start is None else new_tokens(recipe)
     ids = () if start is None else new_ids(recipe)
     teacher = (
-        known_config(recipe.objective.teacher) if isinstance(recipe.objective, Distill) else None
+        known_config(recipe.objective.teacher) if isinstance(recipe.objective, Taught) else None
     )
     names = [reward.model for reward in recipe.rewards if isinstance(reward, ModelReward)]
     reward_models = [_reward_model(name) for name in dict.fromkeys(names)]
@@ -284,7 +284,7 @@ def fetch(recipe: Recipe, *, weights: bool) -> None:
     by the headers of their files; a plan takes a local folder with a config alone.
     """
     models = [] if recipe.model.from_ is None else [(recipe.model, recipe.objective.spec.values)]
-    if isinstance(recipe.objective, Distill):
+    if isinstance(recipe.objective, Taught):
         models.append((Model(**{"from": recipe.objective.teacher}), False))
     # A folder or a run is read as it is; a reward model of the Hub has its values in its weights. A plan needs neither.
     if weights:
@@ -333,7 +333,7 @@ def models_of(recipe: Recipe) -> list[str]:
     """Models that the recipe loads weights from."""
     start = [] if recipe.model.from_ is None else [recipe.model.from_]
     start += reward_models_of_hub(recipe)
-    return [*start, recipe.objective.teacher] if isinstance(recipe.objective, Distill) else start
+    return [*start, recipe.objective.teacher] if isinstance(recipe.objective, Taught) else start
 
 
 def reward_models_of_hub(recipe: Recipe) -> list[str]:
@@ -584,7 +584,7 @@ def _checked_rows(recipe: Recipe) -> tuple[str, Texts, DatasetSize]:
             checked_tokens(document, tokenizer)
     # The teacher, whose tokenizer is the data's own; None where it is only on the Hub.
     teacher = (
-        cached_model(recipe.objective.teacher) if isinstance(recipe.objective, Distill) else None
+        cached_model(recipe.objective.teacher) if isinstance(recipe.objective, Taught) else None
     )
     if (
         teacher is not None

@@ -36,6 +36,7 @@ from bloomery.plan.choices import (
     objective_choices,
     optimizer_memory_choices,
     reference_of,
+    teacher_form,
     transformers_choices,
 )
 from bloomery.plan.estimate import speed
@@ -70,7 +71,7 @@ from bloomery.plan.types import (
 from bloomery.plan.unsupported import refuse_mesh
 from bloomery.plan.vision import vision_choices, vision_plan
 from bloomery.recipe.load import LoadedRecipe
-from bloomery.recipe.objectives import Rollouts
+from bloomery.recipe.objectives import RewardedRollouts, Rollouts
 from bloomery.recipe.schema import (
     IF_INSTALLED,
     AnyObjective,
@@ -269,7 +270,7 @@ def _choose_step_and_reference(recipe: Recipe, facts: Facts, *, gpus: int, nodes
     if reference_of(recipe.objective, recipe.adapter, recipe.vision.train).value != "copy":
         return _choose_step(recipe, facts, gpus=gpus, nodes=nodes, reference="none")
     objective = recipe.objective
-    assert isinstance(objective, Rollouts)
+    assert isinstance(objective, RewardedRollouts)
     has_host = facts.profile.accelerator is not None
     unsupported.refuse_reference(recipe, facts.config, devices=gpus * nodes)
     place: ReferencePlace = "device" if objective.reference == "auto" else objective.reference
@@ -504,6 +505,7 @@ def step_shape(
         fills_freed=profile.native.value,
         offload_activations=recipe.train.offload_activations,
         teacher=teacher,
+        teacher_quantize=teacher_form(recipe),
         extra_forwards=extra_forwards(recipe),
         loss_share=1.0 if dataset is None else dataset.loss_share,
         tower_weights=0 if dataset is None else dataset.tower_weights,

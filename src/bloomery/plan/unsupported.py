@@ -42,7 +42,7 @@ from bloomery.plan.routers import refuse_router
 from bloomery.plan.stages import refuse_schedule
 from bloomery.plan.types import DatasetFacts
 from bloomery.plan.vision import refuse_vision_misfits
-from bloomery.recipe.objectives import Rollouts
+from bloomery.recipe.objectives import OnPolicyDistill, RewardedRollouts, Rollouts
 from bloomery.recipe.rewards import PluginReward, PythonReward, VerifierReward, reward_name
 from bloomery.recipe.schema import Lora, NoAdapter, Peft, Recipe
 
@@ -296,7 +296,9 @@ def refuse_reward_misfits(recipe: Recipe) -> None:
                 code=2,
             )
         return
-    if not recipe.rewards:
+    if isinstance(objective, OnPolicyDistill):
+        _refuse_teacher_misfits(recipe, objective)
+    elif not recipe.rewards:
         raise UserError(
             f"{objective.kind} needs rewards, which score the completions",
             where="rewards",
@@ -331,10 +333,37 @@ def refuse_reward_misfits(recipe: Recipe) -> None:
     refuse_no_room(recipe)
 
 
+def _refuse_teacher_misfits(recipe: Recipe, objective: OnPolicyDistill) -> None:
+    """Raises UserError for rewards beside a teacher, and for the estimator of one step where it would be of another."""
+    if recipe.rewards:
+        raise UserError(
+            "not supported yet: rewards beside a teacher, whose probabilities are all that trains",
+            where="rewards",
+            fix="set rewards=[], or objective.kind=grpo",
+            code=2,
+        )
+    if objective.estimator == "full":
+        return
+    if objective.divergence != "reverse_kl":
+        raise UserError(
+            f"a sampled token estimates reverse_kl alone, not {objective.divergence}",
+            where="objective.estimator=sampled",
+            fix="set objective.estimator=full, or objective.divergence=reverse_kl",
+            code=2,
+        )
+    if objective.num_iterations * objective.steps_per_generation > 1:
+        raise UserError(
+            "a sampled token estimates the divergence of the model that sampled it: one step trains on a rollout",
+            where="objective.estimator=sampled",
+            fix="set objective.num_iterations=1 and objective.steps_per_generation=1, or objective.estimator=full",
+            code=2,
+        )
+
+
 def refuse_reference(recipe: Recipe, config: ModelConfig, *, devices: int) -> None:
     """Raises UserError for a frozen copy of the start in a form that this run does not support."""
     objective = recipe.objective
-    assert isinstance(objective, Rollouts)
+    assert isinstance(objective, RewardedRollouts)
     where = f"objective.reference={objective.reference}"
     fix = "set objective.reference=device"
     if objective.reference == "host" and devices > 1:
@@ -594,7 +623,7 @@ def _objective_features() -> Iterator[Feature]:
     for specs in alike.values():
         kinds = tuple(spec.kind for spec in specs)
         row = Feature(f"objective {', '.join(kinds)}", partial(_has_objective, kinds=kinds))
-        if specs[0].source == "rollouts":
+        if specs[0].samples:
             yield replace(
                 row,
                 pipeline=SAMPLES_WITH_WHOLE_MODEL,
@@ -824,7 +853,7 @@ def refuse_divided_experts(
 def _not_with_divided_experts(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """What the recipe uses and does not train so: the feature with the reason, and what to set instead."""
     optimizer = recipe.optimizer
-    if recipe.objective.spec.source == "rollouts":
+    if recipe.objective.spec.samples:
         yield f"objective {recipe.objective.kind}: {OTHER_COMPLETIONS}", "objective.kind=dpo"
     if isinstance(recipe.adapter, Peft):
         yield f"PEFT methods: {ALL_PARAMETERS}", "adapter.kind=lora"

@@ -125,7 +125,7 @@ def _excluded(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
     """What the recipe sets beside: its key, what it is, and another value."""
     adapter = recipe.adapter
     spec = recipe.objective.spec
-    if recipe.objective.kind == "distill" or spec.source == "rollouts" or spec.reference:
+    if recipe.objective.kind == "distill" or spec.samples or spec.reference:
         key = f"objective.kind={recipe.objective.kind}"
         yield key, "a reference, a teacher or rollouts", "objective.kind=sft"
     if not isinstance(adapter, NoAdapter | Lora):

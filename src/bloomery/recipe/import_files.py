@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -330,6 +331,14 @@ _TRAINERS = {
     "RLOOTrainer": "rloo",
     "PPOTrainer": "ppo",
     "GKDTrainer": "gkd",
+    "DistillationTrainer": "distillation",
+}
+# Arguments of trainers that are models beside the trained one, and the key of each.
+_OTHER_MODELS = {
+    "teacher_model": "teacher_model_name_or_path",
+    "ref_model": "",
+    "reward_model": "",
+    "value_model": "",
 }
 _CONFIGS = {name.replace("Trainer", "Config"): command for name, command in _TRAINERS.items()} | {
     "TrainingArguments": "",
@@ -370,14 +379,15 @@ def _cells(text: str, path: Path) -> list[str]:
 def _read_python(sources: Sequence[str], path: Path) -> Reading:
     """The keyword arguments of the calls that make a model, its adapter, a trainer and a dataset; the first of each."""
     reading = Reading({})
-    script = _Script(reading)
+    trees = []
     for number, source in enumerate(sources, 1):
         try:
-            tree = ast.parse(source)
+            trees.append(ast.parse(source))
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             where = f"cell {number}" if len(sources) > 1 else path.name
             reading.unread[where] = "not read: this is not Python"
-            continue
+    script = _Script(reading, dict(_beside_the_trained(trees)))
+    for tree in trees:
         for node in _statements(tree.body):
             script.read(node)
     if not script.has_trainer and not script.has_model:
@@ -402,15 +412,28 @@ def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
                 yield from _statements([part for part in inner if isinstance(part, ast.stmt)])
 
 
+def _beside_the_trained(trees: Sequence[ast.Module]) -> Iterator[tuple[str, str]]:
+    """The variables of models that a trainer takes beside the one it trains, and the key of each ("": it has none)."""
+    for tree in trees:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and _dotted(node.func).rpartition(".")[2] in _TRAINERS:
+                for keyword in node.keywords:
+                    if keyword.arg in _OTHER_MODELS and isinstance(keyword.value, ast.Name):
+                        yield keyword.value.id, _OTHER_MODELS[keyword.arg]
+
+
 class _NotLiteral(Exception):
     """An expression whose value is known only when the script runs."""
 
 
 class _Script:
-    """What has been read of a script so far. `variables`: names that were given a literal value."""
+    """What has been read of a script so far. `variables`: names that were given a literal value; `other_models`: those
+    of models that are not trained.
+    """
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: Reading, other_models: Mapping[str, str]) -> None:
         self.reading = reading
+        self.other_models = other_models
         self.variables: dict[str, Any] = {}
         self.is_unsloth = False
         self.has_model = False
@@ -423,6 +446,9 @@ class _Script:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             for target in targets:
                 if isinstance(target, ast.Name):
+                    if target.id in self.other_models and isinstance(node.value, ast.Call):
+                        self.other_model(self.other_models[target.id], node.value)
+                        return
                     try:
                         self.variables[target.id] = self.value(node.value)
                     except _NotLiteral:
@@ -457,7 +483,8 @@ class _Script:
                 return
             self.has_trainer = True
             self.command = _TRAINERS[last]
-            self.arguments(node, {})
+            self.trained(node)
+            self.arguments(node, {"teacher_model": _OTHER_MODELS["teacher_model"]})
         elif last in _CONFIGS and not self.has_config:
             self.has_config = True
             self.command = self.command or _CONFIGS[last]
@@ -479,6 +506,21 @@ class _Script:
         if node.args:
             self.put("model_name_or_path", node.args[0])
         self.arguments(node, _MODEL_NAMES)
+
+    def trained(self, node: ast.Call) -> None:
+        """The model of a trainer, where it is the name of one: `SFTTrainer("Qwen/Qwen3-0.6B", ...)`."""
+        named = [keyword.value for keyword in node.keywords if keyword.arg == "model"]
+        for value in [*node.args[:1], *named]:
+            with suppress(_NotLiteral):
+                name = self.value(value)
+                if isinstance(name, str) and not self.has_model:
+                    self.has_model = True
+                    self.reading.keys.setdefault("model_name_or_path", name)
+
+    def other_model(self, key: str, node: ast.Call) -> None:
+        """A model that is loaded, and not to be trained."""
+        if key and node.args and key not in self.reading.keys:
+            self.put(key, node.args[0])
 
     def dataset(self, node: ast.Call) -> None:
         if "dataset_name" in self.reading.keys or not node.args:

@@ -11,11 +11,13 @@ from bloomery.recipe.aliases import file_of_builder, plain
 from bloomery.recipe.import_draft import Draft, Setting
 from bloomery.recipe.import_trainer import (
     batch,
+    divergence,
     evaluation,
     intervals,
     length,
     optimizer,
     precision,
+    samples,
     saving,
     schedule,
     trainer_arguments,
@@ -555,7 +557,7 @@ def trl(draft: Draft) -> None:
         draft.set("adapter.kind", "none", "use_peft", reason="use_peft is not set")
 
     # The dataset.
-    if kind not in ("grpo", "rloo", "ppo"):
+    if not samples(draft):
         sequence_length(draft, "max_length", "max_seq_length")
     _trl_datasets(draft)
     if draft.word("dataset_text_field") == "text":
@@ -641,6 +643,18 @@ def _trl_objective(draft: Draft, command: str, reason: str) -> None:
     elif command == "orpo":
         objective_kind(draft, "orpo", reason="of ORPOTrainer")
         preference_settings(draft, "beta", "simpo_gamma")
+    elif command == "distillation":
+        objective_kind(draft, "on_policy_distill", reason=reason)
+        divergence(draft, "beta", 1.0)
+    elif command == "gkd" and draft.number("lmbda") == 1:
+        objective_kind(draft, "on_policy_distill", "lmbda", reason="of GKDTrainer")
+        divergence(draft, "beta", 0.5)
+        longest = int(draft.number("max_new_tokens") or 128)
+        draft.set("objective.max_completion_length", longest, "max_new_tokens")
+        temperature = draft.number("temperature")
+        draft.set(
+            "objective.temperature", 0.9 if temperature is None else temperature, "temperature"
+        )
     elif command == "gkd":
         objective_kind(draft, "distill", reason="of GKDTrainer")
         temperature = draft.number("temperature")
@@ -653,8 +667,8 @@ def _trl_objective(draft: Draft, command: str, reason: str) -> None:
         )
         draft.answered.add("beta")
         draft.left["lmbda"] = (
-            f"{draft.number('lmbda'):g}: the share of text that the student samples; not supported: all of it"
-            " is the dataset's"
+            f"{draft.number('lmbda'):g}: the share of text that the student samples; here none of it"
+            " (objective.kind=distill) or all of it (on_policy_distill)"
         )
         draft.answered.add("lmbda")
     elif command == "reward":

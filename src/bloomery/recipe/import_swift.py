@@ -11,7 +11,7 @@ from bloomery.recipe.import_rules import (
     validation_size,
     vision_parts,
 )
-from bloomery.recipe.import_trainer import evaluation, trainer_arguments
+from bloomery.recipe.import_trainer import divergence, evaluation, samples, trainer_arguments
 
 _METHODS = {
     "dpo": "dpo",
@@ -28,7 +28,7 @@ _METHODS = {
 def swift(draft: Draft) -> None:
     _objective(draft)
     kind = draft.value("objective.kind")
-    if kind not in ("grpo", "ppo", "distill"):
+    if kind != "distill" and not samples(draft):
         names = ("temperature", "top_p", "top_k", "max_new_tokens", "num_beams")
         draft.leave_all(names, "of generation: `bloomery generate` has options")
 
@@ -64,7 +64,7 @@ def swift(draft: Draft) -> None:
 
     # The dataset: rows of a share of it are held out only where the file says so.
     _datasets(draft)
-    if kind not in ("grpo", "ppo"):
+    if not samples(draft):
         sequence_length(draft, "max_length")
         reason = "set it: max_length is not set, which is the model's own limit"
         draft.set_default("data.sequence_length", 2048, reason=reason)
@@ -152,6 +152,8 @@ def _objective(draft: Draft) -> None:
     elif method == "dpo" and loss not in ("", "sigmoid"):
         unsupported_loss(draft, "dpo", "loss_type", loss)
         draft.leave("rlhf_type", f"with loss_type={loss}")
+    elif method == "gkd" and draft.number("lmbda") == 1:
+        objective_kind(draft, "on_policy_distill", "rlhf_type", "lmbda")
     elif kind:
         objective_kind(draft, kind, "rlhf_type", reason=f"of `swift {command or 'rlhf'}`")
         if loss in ("sigmoid", "simpo", "kto"):
@@ -182,19 +184,25 @@ def _objective(draft: Draft) -> None:
         _grpo(draft)
     if kind == "ppo":
         _ppo(draft)
-    if kind == "distill":
+    if kind in ("distill", "on_policy_distill"):
         teacher = draft.get("teacher_model")
         draft.set("objective.teacher", teacher or "TEACHER", "teacher_model")
         temperature = draft.number("temperature")
         value = 0.9 if temperature is None else temperature
         draft.set("objective.temperature", value, "temperature")
+    if kind == "on_policy_distill":
+        divergence(draft, "beta", 0.5)
+        longest = int(draft.number("max_completion_length") or 512)
+        draft.set("objective.max_completion_length", longest, "max_completion_length")
+    if kind == "distill":
         share = draft.number("sft_alpha") or 0.0
         draft.set("objective.kd_ratio", 1 / (1 + share), "sft_alpha")
         draft.left["beta"] = (
             "the forward KL divergence, as beta=0; beta interpolates to the reverse one"
         )
         draft.left["lmbda"] = (
-            "the share of text that the student samples; not supported: all is the dataset's"
+            "the share of text that the student samples; here none of it (objective.kind=distill) or all of it"
+            " (on_policy_distill)"
         )
         draft.answered |= {"beta", "lmbda"}
     if draft.given("label_smoothing"):

@@ -5,11 +5,27 @@ Single keys have rows in aliases.toml; here are those of which one decides what 
 
 from collections.abc import Sequence
 
+from bloomery.facts.objectives import OBJECTIVES
 from bloomery.recipe.aliases import look_up
 from bloomery.recipe.import_draft import Draft, as_number
 
-NO_PAIRS = ("sft", "pretrain", "kto", "distill", "grpo", "rloo", "ppo")
 _WITH_RATE_ZERO = {"polynomial": 1e-7}  # transformers' lr_end
+
+
+def samples(draft: Draft) -> bool:
+    """Whether the objective trains on completions that the model samples."""
+    spec = OBJECTIVES.get(draft.value("objective.kind"))
+    return spec is not None and spec.samples
+
+
+def divergence(draft: Draft, name: str, usual: float) -> None:
+    """TRL's and ms-swift's `beta` of a distillation: 0 the forward KL divergence, 1 the reverse, between them JSD."""
+    beta = draft.number(name)
+    beta = usual if beta is None else beta
+    kind = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, "jsd")
+    draft.set("objective.divergence", kind, name)
+    if kind == "jsd":
+        draft.set("objective.jsd_beta", beta, name)
 
 
 def trainer_arguments(draft: Draft) -> None:

@@ -29,6 +29,7 @@ from bloomery.recipe.import_mlx import mlx_lm
 from bloomery.recipe.import_rules import axolotl, llama_factory, trl
 from bloomery.recipe.import_swift import swift
 from bloomery.recipe.import_torchtune import torchtune
+from bloomery.recipe.import_trainer import samples
 from bloomery.recipe.import_unsloth import unsloth
 from bloomery.recipe.load import mistakes_in
 from bloomery.recipe.tools import not_recognized, recognized, refuse_other_files, tools
@@ -79,9 +80,8 @@ def drafted(file: ToolFile) -> Draft:
     draft = Draft(file, {**defaults, **conditional})
     _RULES[file.tool](draft)
 
-    is_rollout = draft.value("objective.kind") in ("grpo", "rloo", "ppo")
     table = "TRL" if file.tool == "Unsloth" else file.tool
-    if is_rollout and file.tool in ("TRL", "Unsloth", "ms-swift"):
+    if samples(draft) and file.tool in ("TRL", "Unsloth", "ms-swift"):
         table = ROLLOUTS
     for alias in _aliases(file.keys, (), table, draft):
         draft.add(alias)
@@ -240,7 +240,7 @@ def _complete(draft: Draft) -> None:
         reason = f"{refused}={plain(data.get(refused))} is not supported: choose another"
     is_text = draft.value("data.format") == "text"
     draft.set_default("objective.kind", "pretrain" if is_text else "sft", reason=reason)
-    if draft.value("objective.kind") in ("grpo", "rloo", "ppo"):
+    if samples(draft):
         _complete_rollouts(draft)
 
     _ask_for_needed(draft)
@@ -317,8 +317,9 @@ def _refused(settings: Mapping[str, Setting]) -> tuple[str, str] | None:
 
 
 def _complete_rollouts(draft: Draft) -> None:
-    """What training on completions needs: rewards, and sequences with room for a prompt and a completion."""
-    if "rewards" not in draft.settings:
+    """What training on completions needs: rewards or a teacher, and sequences with room for prompt and completion."""
+    is_taught = draft.value("objective.kind") == "on_policy_distill"
+    if "rewards" not in draft.settings and not is_taught:
         reason = "set it: your function score(prompts, completions, **columns) of rewards.py"
         draft.settings["rewards"] = Setting('[{python: "rewards.py:score"}]', (), reason)
     if "data.sequence_length" not in draft.settings:

@@ -85,14 +85,23 @@ class Reward(ObjectiveSection):
     kind: Literal["reward"] = Field(description="Reward model: one number per text.")
 
 
-class Distill(ObjectiveSection):
-    """Distillation: `kd_ratio` of the loss is the divergence from a larger model, the rest is that of the labels."""
+class Taught(ObjectiveSection):
+    """Learns from the probabilities of another model, the teacher."""
 
-    kind: Literal["distill"] = Field(description="Knowledge distillation from a teacher.")
     teacher: str = Field(
         description="Teacher model: a folder in Hugging Face format or a Hub id.",
         examples=["Qwen/Qwen2.5-7B-Instruct"],
     )
+    teacher_quantize: Literal["none", "nf4", "int8"] = key(
+        "none",
+        "Form of the teacher's matrices in memory; 4 and 8 bits change its probabilities a little.",
+    )
+
+
+class Distill(Taught):
+    """Distillation: `kd_ratio` of the loss is the divergence from a larger model, the rest is that of the labels."""
+
+    kind: Literal["distill"] = Field(description="Knowledge distillation from a teacher.")
     temperature: PositiveFloat = key(1.0, "Temperature of both distributions.")
     kd_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = key(
         0.5,
@@ -101,10 +110,7 @@ class Distill(ObjectiveSection):
 
 
 class Rollouts(ObjectiveSection):
-    """Trains on completions that the model generates, by their `rewards`."""
-
-    kl_key: ClassVar[str] = "beta"  # the key with the weight of the KL divergence
-    clip_key: ClassVar[str] = "epsilon_high"  # the key with the clip range of ratios above 1
+    """Trains on completions that the model generates."""
 
     num_generations: Annotated[int, Field(ge=1)] = key(8, "Completions per prompt.")
     max_completion_length: PositiveInt = key(
@@ -124,6 +130,14 @@ class Rollouts(ObjectiveSection):
     steps_per_generation: PositiveInt = key(
         1, "Optimizer steps in one pass over the completions of a rollout."
     )
+
+
+class RewardedRollouts(Rollouts):
+    """Trains on completions by their `rewards`."""
+
+    kl_key: ClassVar[str] = "beta"  # the key with the weight of the KL divergence
+    clip_key: ClassVar[str] = "epsilon_high"  # the key with the clip range of ratios above 1
+
     reference: Literal["auto", "device", "host", "nf4"] = key(
         "auto",
         "Frozen copy of the start, the reference model where training changes the base: on the device, on the host"
@@ -137,7 +151,7 @@ class Rollouts(ObjectiveSection):
         return weight
 
 
-class GroupRollouts(Rollouts):
+class GroupRollouts(RewardedRollouts):
     """Compares the completions of a prompt with each other."""
 
     num_generations: Annotated[int, Field(ge=2)] = key(8, "Completions per prompt.")
@@ -198,7 +212,7 @@ class Rloo(GroupRollouts):
     )
 
 
-class Ppo(Rollouts):
+class Ppo(RewardedRollouts):
     """Compares each token with what a value head expected of the completion (arXiv:1707.06347, arXiv:1909.08593)."""
 
     kl_key: ClassVar[str] = "kl_coef"
@@ -236,6 +250,27 @@ class Ppo(Rollouts):
     vf_coef: NonNegativeFloat = key(0.1, "Weight of the value head's loss.")
 
 
+class OnPolicyDistill(Rollouts, Taught):
+    """The model samples, and learns what the teacher thinks of each token (arXiv:2306.13649, GKD)."""
+
+    kind: Literal["on_policy_distill"] = Field(
+        description="On-policy distillation: a teacher scores the completions of the model that trains."
+    )
+    num_generations: PositiveInt = key(1, "Completions per prompt.")
+    divergence: Literal["reverse_kl", "forward_kl", "jsd"] = key(
+        "reverse_kl",
+        "reverse_kl: KL divergence of the model from the teacher; forward_kl: of the teacher from the model; jsd: of"
+        " both from their mixture.",
+    )
+    jsd_beta: Annotated[float, Field(gt=0.0, lt=1.0)] = key(
+        0.5, "jsd: the teacher's weight in the mixture that both are compared with (TRL's beta)."
+    )
+    estimator: Literal["full", "sampled"] = key(
+        "full",
+        "Sum over the vocabulary, or the log ratio of the sampled token alone as its advantage (reverse_kl).",
+    )
+
+
 # By kind. Installed packages add theirs before the schema is built.
 OBJECTIVE_SECTIONS = OpenTable[type[ObjectiveSection]](
     {
@@ -248,6 +283,7 @@ OBJECTIVE_SECTIONS = OpenTable[type[ObjectiveSection]](
         "kto": Kto,
         "reward": Reward,
         "distill": Distill,
+        "on_policy_distill": OnPolicyDistill,
         "grpo": Grpo,
         "rloo": Rloo,
         "ppo": Ppo,

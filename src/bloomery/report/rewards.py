@@ -49,6 +49,16 @@ GROUPS: tuple[tuple[str, str, Mapping[str, str]], ...] = (
     ("Entropy", "nats per token", {"entropy": "of the model's distribution"}),
     ("KL divergence", "nats per token, from the reference model", {"kl": "training"}),
     (
+        "Divergence from the teacher",
+        "nats per token that the model sampled",
+        {"divergence": "over the vocabulary", "log_ratio": "of the sampled tokens"},
+    ),
+    (
+        "Agreement with the teacher",
+        "share of tokens at which both think the same the likeliest",
+        {"agreement": "share"},
+    ),
+    (
         "Clipped ratios",
         "share",
         {

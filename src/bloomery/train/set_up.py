@@ -30,7 +30,7 @@ from bloomery.plan.choices import reference_of
 from bloomery.plan.lengths import in_epochs
 from bloomery.plan.store import note_model, read_identity
 from bloomery.plan.types import CheckpointPlan, RunPlan
-from bloomery.recipe.objectives import Distill
+from bloomery.recipe.objectives import Taught
 from bloomery.recipe.schema import NoAdapter
 from bloomery.train.batch_source import (
     BatchSource,
@@ -146,7 +146,7 @@ def fix_start(plan: RunPlan, run_dir: Path, mesh: Mesh) -> RunPlan:
         "plain sdpa does not keep documents apart"
     )
     plan = with_base(plan, run_dir, mesh)
-    if isinstance(plan.objective, Distill) and mesh.first_rank:
+    if isinstance(plan.objective, Taught) and mesh.first_rank:
         note_model(run_dir, "teacher", digest(local_model(plan.objective.teacher)))
     return plan
 

@@ -252,7 +252,7 @@ def build_state(
     rates = add_vision(model, plan)
 
     # Completions are sampled without dropout, and their probabilities must be the same in training.
-    if plan.objective.spec.source == "rollouts":
+    if plan.objective.spec.samples:
         model.eval()
 
     # The optimizer is built before the first forward: FSDP2 leaves the root unsharded after it.

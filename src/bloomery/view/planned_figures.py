@@ -14,7 +14,7 @@ from bloomery.plan.estimate.speed import device_rate, useful_flops
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.routers import trains_router
 from bloomery.plan.types import RunPlan
-from bloomery.recipe.objectives import Rollouts
+from bloomery.recipe.objectives import RewardedRollouts
 from bloomery.recipe.rewards import VerifierReward
 
 
@@ -112,11 +112,11 @@ def diagnosis_facts(plan: RunPlan, machine: Machine | None) -> PlanFacts:
         router_bias_update=0.0 if router is None else router.bias_update,
         highest_reward=_highest_reward(plan),
         max_completion_length=objective.max_completion_length
-        if isinstance(objective, Rollouts)
+        if isinstance(objective, RewardedRollouts)
         else 0,
-        kl_key=objective.kl_key if isinstance(objective, Rollouts) else "",
-        kl_weight=objective.kl_weight if isinstance(objective, Rollouts) else None,
-        clip_key=objective.clip_key if isinstance(objective, Rollouts) else "",
+        kl_key=objective.kl_key if isinstance(objective, RewardedRollouts) else "",
+        kl_weight=objective.kl_weight if isinstance(objective, RewardedRollouts) else None,
+        clip_key=objective.clip_key if isinstance(objective, RewardedRollouts) else "",
     )
 
 

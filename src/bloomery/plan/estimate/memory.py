@@ -4,9 +4,12 @@ import math
 from collections.abc import Mapping
 
 from bloomery.core.units import MIB
+from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import parameter_count
+from bloomery.plan.estimate.mode import TrainingMode
 from bloomery.plan.estimate.moments import StepMoment, moments
 from bloomery.plan.estimate.reference import reference_bytes
+from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.estimate.streaming import (
     in_full,
@@ -90,6 +93,14 @@ def tensor_bytes(step: StepShape) -> dict[str, float]:
     return tensors_at(step, max(all_moments, key=lambda moment: moment.total))
 
 
+def _teacher_bytes(teacher: ModelConfig, step: StepShape) -> float:
+    """All of it in the dtype of matmuls, or with quantized matrices."""
+    if step.teacher_quantize == "none":
+        return float(parameter_count(teacher) * step.element_bytes)
+    mode = TrainingMode(freezes_model=True, quantize_kind=step.teacher_quantize)
+    return TrainedModel(teacher, mode).weight_bytes(step.precision)
+
+
 def tensors_at(step: StepShape, moment: StepMoment) -> dict[str, float]:
     """All live tensors at a moment."""
     model = step.model
@@ -111,7 +122,7 @@ def tensors_at(step: StepShape, moment: StepMoment) -> dict[str, float]:
     parts["activations"] = moment.activations
     parts["logits"] = moment.logits
     if step.teacher is not None:
-        parts["teacher"] = float(parameter_count(step.teacher) * step.element_bytes)
+        parts["teacher"] = _teacher_bytes(step.teacher, step)
     if step.tower_weights:  # in the dtype of products, but float32 where that is float16
         tower_bytes = 4 if step.precision == "float16" else step.element_bytes
         parts["vision tower"] = float(step.tower_weights * tower_bytes)

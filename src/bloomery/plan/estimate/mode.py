@@ -109,6 +109,7 @@ def setting_of(
     *,
     extra_forwards: int = 0,
     teacher: ModelConfig | None = None,
+    teacher_quantize: str = "none",
     offload_activations: bool = False,
 ) -> str:
     """A short hash of the training mode, which a measurement of memory must share; empty: plain full fine-tuning."""
@@ -121,4 +122,5 @@ def setting_of(
         if getattr(mode, field.name) != field.default
     }
     text = repr((changed_fields, extra_forwards, teacher, offload_activations))
+    text += "" if teacher_quantize == "none" else teacher_quantize
     return sha256(text.encode()).hexdigest()[:12]

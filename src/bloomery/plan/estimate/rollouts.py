@@ -119,7 +119,8 @@ def sampling_memory(shape: RolloutShape, training: MemoryEstimate) -> MemoryEsti
     parts = {
         name: size
         for name, size in training.parts.items()
-        if name in ("weights", "layer buffers", "adapter", "optimizer", "reference model")
+        if name
+        in ("weights", "layer buffers", "adapter", "optimizer", "reference model", "teacher")
     }
     parts |= sampling_parts(shape) | reward_model_parts(shape)
     if shape.sharded:

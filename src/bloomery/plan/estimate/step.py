@@ -36,6 +36,7 @@ class StepShape:
     gathered: bool = False  # layers read weights that were gathered in the dtype of matmuls
     offload_activations: bool = False
     teacher: ModelConfig | None = None  # of distillation
+    teacher_quantize: str = "none"  # the form of its matrices
     extra_forwards: int = 0  # of the reference model
     # A step of several micro-batches begins with a forward of the layers that counts the load of experts.
     counts_first: bool = False
@@ -66,6 +67,7 @@ class StepShape:
             self.mode,
             extra_forwards=self.extra_forwards,
             teacher=self.teacher,
+            teacher_quantize=self.teacher_quantize,
             offload_activations=self.offload_activations,
         )
 

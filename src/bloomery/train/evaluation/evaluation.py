@@ -28,7 +28,7 @@ from bloomery.train.failures import Stopped
 from bloomery.train.objectives.build import Objective
 from bloomery.train.objectives.losses import joined_metrics, means
 from bloomery.train.recover import AllocationFailed, adopt_plan, attempt_with_kernels
-from bloomery.train.rl.rollout_source import HeldOutReward, RolloutSource
+from bloomery.train.rl.rollout_source import HeldOutDivergence, HeldOutReward, RolloutSource
 from bloomery.train.step import compute_loss
 from bloomery.view.summary import MEASURABLE_PROMPTS, MEASURABLE_TOKENS
 
@@ -56,6 +56,16 @@ class EvalResult:
             seconds=held_out.seconds,
             metrics={"reward": held_out.reward},
             prompts=held_out.prompts,
+        )
+
+    @classmethod
+    def of_divergence(cls, held_out: HeldOutDivergence) -> "EvalResult":
+        return cls(
+            loss=held_out.divergence,
+            tokens=held_out.tokens,
+            bytes=None,
+            seconds=held_out.seconds,
+            metrics={"divergence": held_out.divergence, "agreement": held_out.agreement},
         )
 
     @property
@@ -297,6 +307,8 @@ def evaluate_validation(context: RunContext, limit: int | None) -> EvalResult | 
             reason = f"{held_out.problem(f'in {moment}')}: no held-out reward"
             context.emit(Warned(step=context.step, reason=reason))
             return None
+        if isinstance(held_out, HeldOutDivergence):
+            return EvalResult.of_divergence(held_out)
         return None if held_out is None else EvalResult.of_reward(held_out)
     if context.validation is None:
         return None

@@ -23,6 +23,7 @@ from bloomery.model.adapters.lora import adapters_disabled
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import (
     SCORE_OPERATORS,
+    DivergenceMeasure,
     Head,
     LabelScores,
     ScoreOperators,
@@ -38,6 +39,7 @@ from bloomery.recipe.objectives import (
     Grpo,
     Kto,
     ObjectiveSection,
+    OnPolicyDistill,
     OrPo,
     Ppo,
     Preference,
@@ -57,6 +59,7 @@ from bloomery.train.objectives.losses import (
     kto_kl,
     kto_loss,
     next_token_loss,
+    on_policy_loss,
     orpo_loss,
     pairs_of,
     present_pairs,
@@ -220,8 +223,7 @@ def build_objective(
     )
 
     def teacher() -> Decoder:
-        assert isinstance(plan.objective, Distill)
-        return load_teacher(TeacherPlan.of(plan.objective, plan.model, plan.data, plan.train))
+        return load_teacher(TeacherPlan.of(plan))
 
     inputs = ObjectiveInputs(
         plan.objective,
@@ -474,11 +476,11 @@ def policy_loss_of(settings: Grpo | Rloo) -> PolicyLoss:
 
 def distillation(settings: Distill, teacher: Decoder, *, chunk: int) -> Objective:
     """Knowledge distillation with cross-entropy."""
-    temperature = settings.temperature
+    measure = DivergenceMeasure("forward_kl", settings.temperature)
     return Objective(
-        head=lambda batch: divergence_head(batch, teacher, temperature=temperature, chunk=chunk),
-        loss=lambda output_2BT, batch: distillation_loss(
-            output_2BT, batch.loss_mask, kd_ratio=settings.kd_ratio, temperature=temperature
+        head=lambda batch: divergence_head(batch, teacher, measure, chunk=chunk),
+        loss=lambda output_4BT, batch: distillation_loss(
+            output_4BT, batch.loss_mask, kd_ratio=settings.kd_ratio, temperature=measure.temperature
         ),
         loss_unit="label",
     )
@@ -489,6 +491,28 @@ def distill(inputs: ObjectiveInputs) -> Objective:
     assert isinstance(settings, Distill)
     teacher = inputs.load_teacher()
     return distillation(settings, teacher, chunk=inputs.scoring.settings.chunk)
+
+
+def on_policy_distill(inputs: ObjectiveInputs) -> Objective:
+    """The teacher scores completions that the model sampled, at the temperature at which it did."""
+    settings = inputs.objective
+    assert isinstance(settings, OnPolicyDistill)
+    teacher = inputs.load_teacher()
+    return Objective(
+        head=on_policy_head(settings, teacher, inputs.scoring.settings.chunk),
+        loss=lambda output_4BT, batch: on_policy_loss(
+            output_4BT, batch.loss_mask, sampled=settings.estimator == "sampled"
+        ),
+        loss_unit="label",
+    )
+
+
+def on_policy_head(
+    settings: OnPolicyDistill, teacher: Decoder, chunk: int
+) -> Callable[[Batch], Head]:
+    """The head of a micro-batch of completions."""
+    measure = DivergenceMeasure(settings.divergence, settings.temperature, settings.jsd_beta)
+    return lambda batch: divergence_head(batch, teacher, measure, chunk=chunk, at_temperature=True)
 
 
 BUILDERS: Mapping[str, Callable[[ObjectiveInputs], Objective]] = MappingProxyType(
@@ -502,6 +526,7 @@ BUILDERS: Mapping[str, Callable[[ObjectiveInputs], Objective]] = MappingProxyTyp
         "kto": kto,
         "reward": lambda _inputs: reward(),
         "distill": distill,
+        "on_policy_distill": on_policy_distill,
         "grpo": policy,
         "rloo": policy,
         "ppo": proximal_policy,

@@ -2,9 +2,9 @@
 
 import json
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
@@ -17,17 +17,18 @@ from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.facts.attention import missing_feature
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import smallest_window
-from bloomery.facts.limits import refuse_teacher_length, refuse_teacher_tokenizer
+from bloomery.facts.limits import Dequantizer, refuse_teacher_length, refuse_teacher_tokenizer
 from bloomery.facts.pictures import Vision, vision_of
 from bloomery.hub import local_model
 from bloomery.infer.forward import borders_in, loss_positions_in, matmul_dtype, seen_pictures
 from bloomery.model.configs import read_config
 from bloomery.model.decoder import Decoder
-from bloomery.model.heads import Divergence, Teacher
-from bloomery.model.io.weights import load_decoder
+from bloomery.model.heads import Divergence, DivergenceMeasure, Teacher
+from bloomery.model.io.weights import load_decoder, quantize_model
 from bloomery.model.vision import load_tower
-from bloomery.plan.types import DataPlan, ModelPlan, TrainPlan
-from bloomery.recipe.objectives import Distill
+from bloomery.plan.types import RunPlan
+from bloomery.recipe.objectives import Taught
+from bloomery.recipe.schema import Quantize
 
 
 @final
@@ -41,28 +42,33 @@ class TeacherPlan:
     folder: Path
     prepared: Path
     sequence_length: int
+    quantize: Literal["none", "nf4", "int8"]
+    quantized_by: Dequantizer
     is_packed: bool
     attention: str
     precision: str
     device: str
 
     @classmethod
-    def of(
-        cls, objective: Distill, model: ModelPlan, data: DataPlan, train: TrainPlan
-    ) -> "TeacherPlan":
+    def of(cls, plan: RunPlan) -> "TeacherPlan":
+        assert isinstance(plan.objective, Taught)
         return cls(
-            folder=local_model(objective.teacher),
-            prepared=data.prepared,
-            sequence_length=data.sequence_length,
-            is_packed=data.layout == "packed",
-            attention=model.attention,
-            precision=train.precision,
-            device=train.device,
+            folder=local_model(plan.objective.teacher),
+            prepared=plan.data.prepared,
+            sequence_length=plan.data.sequence_length,
+            quantize=plan.objective.teacher_quantize,
+            quantized_by=plan.quantized_by,
+            # A rollout packs completions as documents.
+            is_packed=plan.data.layout == "packed" or plan.objective.spec.samples,
+            attention=plan.model.attention,
+            precision=plan.train.precision,
+            device=plan.train.device,
         )
 
 
 def load_teacher(plan: TeacherPlan) -> Decoder:
-    """The teacher on the run's device, in the dtype of its matmuls; of a dataset with pictures with its own tower.
+    """The teacher on the run's device, in the dtype of its matmuls, or quantized; of a dataset with pictures with its
+    own tower.
 
     Raises UserError when it cannot be read, its vocabulary differs from the dataset's, or it cannot see its pictures.
     """
@@ -73,19 +79,39 @@ def load_teacher(plan: TeacherPlan) -> Decoder:
     attention = teacher_attention(read_config(folder), plan)
     source = saved_vision(plan.prepared)
     vision = None if source is None else teacher_vision(folder, source)
-    return _load(folder, matmul_dtype(plan.precision), plan.device, attention, vision)
+    dtype = matmul_dtype(plan.precision)
+    return _load(folder, dtype, plan.device, attention, plan.quantize, plan.quantized_by, vision)
 
 
 @lru_cache(maxsize=1)  # a replanned run keeps its teacher: two might not fit in memory
 def _load(
-    folder: Path, dtype: torch.dtype, device: str, attention: str, vision: Vision | None
+    folder: Path,
+    dtype: torch.dtype,
+    device: str,
+    attention: str,
+    kind: Literal["none", "nf4", "int8"],
+    reader: Dequantizer,
+    vision: Vision | None,
 ) -> Decoder:
-    teacher = load_decoder(folder, dtype=dtype, device=device, attention=attention)
+    teacher = load_decoder(
+        folder,
+        dtype=dtype,
+        device=device,
+        attention=attention,
+        arrange=partial(_frozen, kind=kind, reader=reader),
+    )
     if vision is not None:
         # float16 overflows in some towers.
         tower_dtype = torch.float32 if dtype == torch.float16 else dtype
         teacher.see(load_tower(vision, folder, dtype=tower_dtype, device=torch.device(device)))
     return teacher.requires_grad_(False)
+
+
+def _frozen(teacher: Decoder, *, kind: Literal["none", "nf4", "int8"], reader: Dequantizer) -> None:
+    """In place, before the weights are read."""
+    teacher.requires_grad_(False)
+    if kind != "none":
+        quantize_model(teacher, Quantize(kind=kind), reader=reader)
 
 
 def teacher_vision(folder: Path, source: VisionSource) -> Vision:
@@ -123,7 +149,9 @@ def meta_teacher(plan: TeacherPlan) -> Decoder:
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(matmul_dtype(plan.precision))
     try:
-        return Decoder(config, attention=attention).eval().requires_grad_(False)
+        teacher = Decoder(config, attention=attention).eval()
+        _frozen(teacher, kind=plan.quantize, reader=plan.quantized_by)
+        return teacher
     finally:
         torch.set_default_dtype(default_dtype)
 
@@ -149,7 +177,12 @@ def teacher_attention(config: ModelConfig, plan: TeacherPlan) -> str:
 
 
 def divergence_head(
-    batch: Batch, teacher: Decoder, *, temperature: float, chunk: int
+    batch: Batch,
+    teacher: Decoder,
+    measure: DivergenceMeasure,
+    *,
+    chunk: int,
+    at_temperature: bool = False,
 ) -> Divergence:
     """The head of one micro-batch; the teacher's forward runs inside it."""
 
@@ -169,7 +202,8 @@ def divergence_head(
         batch.labels,
         batch.loss_mask,
         chunk,
-        temperature,
+        measure,
         teacher_of_batch,
+        at_temperature,
         loss_positions_in(batch),
     )

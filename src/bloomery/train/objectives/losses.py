@@ -248,17 +248,39 @@ def log_odds(scores: Tensor) -> Tensor:
 
 
 def distillation_loss(
-    output_2BT: Tensor, loss_mask_BT: Tensor, *, kd_ratio: float, temperature: float
+    output_4BT: Tensor, loss_mask_BT: Tensor, *, kd_ratio: float, temperature: float
 ) -> LossParts:
     """kd_ratio * temperature^2 * KL(teacher || model) + (1 - kd_ratio) * cross-entropy, summed over the loss tokens.
 
     arXiv:1503.02531, section 2: the square keeps the gradient's size independent of the temperature.
     """
-    scores_BT, divergence_BT = output_2BT
+    scores_BT, divergence_BT, _, _ = output_4BT
     is_loss_token_BT = loss_mask_BT != 0
     losses_BT = kd_ratio * temperature**2 * divergence_BT - (1 - kd_ratio) * scores_BT
     metrics = {
         "kl": sum_and_count(divergence_BT, is_loss_token_BT),
         "nats": sum_and_count(-scores_BT, is_loss_token_BT),
+    }
+    return LossParts((losses_BT * loss_mask_BT).sum(), loss_mask_BT.sum(), metrics)
+
+
+def on_policy_loss(output_4BT: Tensor, loss_mask_BT: Tensor, *, sampled: bool) -> LossParts:
+    """The divergence from the teacher, summed over the tokens that the model sampled.
+
+    `sampled`: of each token the log ratio of both models alone, less which is its advantage in a policy gradient. Over
+    all tokens that could have been sampled, the mean of its gradient is that of KL(model || teacher).
+    """
+    scores_BT, divergence_BT, teacher_scores_BT, agree_BT = output_4BT
+    losses_BT = divergence_BT
+    ratios_BT = scores_BT - teacher_scores_BT
+    if sampled:
+        # Its value is the log ratio; its gradient that of the log-probability, weighed by the log ratio.
+        advantages_BT = -ratios_BT.detach()
+        losses_BT = ratios_BT.detach() - advantages_BT * (scores_BT - scores_BT.detach())
+    is_loss_token_BT = loss_mask_BT != 0
+    metrics = {
+        "log_ratio": sum_and_count(ratios_BT, is_loss_token_BT),
+        "divergence": sum_and_count(divergence_BT, is_loss_token_BT),
+        "agreement": sum_and_count(agree_BT, is_loss_token_BT),
     }
     return LossParts((losses_BT * loss_mask_BT).sum(), loss_mask_BT.sum(), metrics)

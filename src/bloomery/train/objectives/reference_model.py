@@ -20,7 +20,7 @@ from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.transfers import pinned_all
 from bloomery.plan.choices import reference_of
 from bloomery.plan.types import RunPlan
-from bloomery.recipe.objectives import Rollouts
+from bloomery.recipe.objectives import RewardedRollouts
 from bloomery.recipe.schema import Quantize
 from bloomery.train.checkpoint.checkpointed_model import InitialWeights
 
@@ -37,7 +37,9 @@ def build_reference_model(
     if reference_of(plan.objective, plan.adapter, plan.vision.train).value != "copy":
         return None
     objective = plan.objective
-    assert isinstance(objective, Rollouts), "others score their dataset before the first step"
+    assert isinstance(objective, RewardedRollouts), (
+        "others score their dataset before the first step"
+    )
     source = plan.model.source
     if source is not None and not source.is_dir():
         raise UserError(

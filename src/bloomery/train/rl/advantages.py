@@ -6,7 +6,7 @@ from typing import Literal, Protocol, final
 
 import torch
 
-from bloomery.recipe.objectives import Grpo, Ppo, Rloo, Rollouts
+from bloomery.recipe.objectives import Grpo, OnPolicyDistill, Ppo, Rloo, Rollouts
 from bloomery.train.rl.policy_loss import group_advantages, leave_one_out_advantages
 from bloomery.train.rl.policy_scores import LOGPS, VALUES, PolicyScores
 from bloomery.train.rl.ppo import TokenRewarding
@@ -148,8 +148,28 @@ class TokenAdvantages:
         return JudgedSamples(judged_samples, rewarded.metrics)
 
 
+@final
+@dataclass(frozen=True)
+class NoAdvantages:
+    """A teacher judges each token in the step itself."""
+
+    def judge(
+        self,
+        samples: Sequence[RolloutSample],
+        rewards: Sequence[float],
+        is_truncated: Sequence[bool],
+        *,
+        num_steps: int,
+        shape: MicroBatchShape,
+    ) -> JudgedSamples:
+        del rewards, is_truncated, num_steps, shape
+        return JudgedSamples(tuple(samples), {})
+
+
 def advantages_of(objective: Rollouts, scores: PolicyScores) -> Advantages:
     """How the objective turns rewards into advantages."""
+    if isinstance(objective, OnPolicyDistill):
+        return NoAdvantages()
     if isinstance(objective, Ppo):
         return TokenAdvantages(
             scores,

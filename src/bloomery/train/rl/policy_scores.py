@@ -1,6 +1,6 @@
 """What the model that trains, or its reference model, says about completions: log-probabilities and values."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import final
@@ -8,8 +8,10 @@ from typing import final
 import torch
 from torch import Tensor
 
+from bloomery.data.batch import Batch
 from bloomery.infer.forward import eval_mode, forward_all
 from bloomery.model.decoder import Decoder
+from bloomery.model.heads import Head
 from bloomery.plan.types import TrainPlan
 from bloomery.train.objectives.build import Scoring, as_reference, in_groups
 from bloomery.train.rl.rollout import (
@@ -33,12 +35,13 @@ class PolicyScores:
     def __init__(
         self,
         state: TrainState,
-        scoring: Scoring,
+        scoring: Callable[[Batch], Head],
         reference: Decoder | None,
         train: TrainPlan,
         complete: Complete,
     ) -> None:
-        """`reference`: the frozen copy of the start; None where the model without its adapter is the reference.
+        """`scoring`: the head of a micro-batch, which gives rows of numbers. `reference`: the frozen copy of the start;
+        None where the model without its adapter is the reference.
 
         `complete`: micro-batches, with the pictures of their samples.
         """
@@ -80,12 +83,14 @@ class PolicyScores:
         )
 
         # 2. The outputs for this rank's samples, then those of all. The value head is of the policy alone.
-        scoring = replace(self._scoring, value_head=None) if of_reference else self._scoring
+        scoring = self._scoring
+        if of_reference and isinstance(scoring, Scoring):
+            scoring = replace(scoring, value_head=None)
         outputs = list[Tensor]()
         scored = as_reference(model, self._reference) if of_reference else _as_it_is(model)
         with scored as scored_model:
             for group in in_groups(batches, self._together, device):
-                heads = list(map(scoring, group))
+                heads = [scoring(batch) for batch in group]
                 for output in forward_all(scored_model, group, heads, precision=self._precision):
                     outputs.append(torch.stack([output.head[row] for row in rows]))
         outputs_on_host = torch.stack(outputs).cpu()  # the host waits once for all micro-batches

@@ -29,14 +29,15 @@ def completion_metrics(
     groups = totals.view(-1, num_generations if num_generations > 1 else len(totals))
     deviations = [deviation_of(group) for group in groups]
     metrics = {
-        "reward": mean_of(totals),
-        "reward_std": mean_of(torch.tensor(deviations, dtype=torch.float64)),
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": float(lengths.min()),
         "completions/max_length": float(lengths.max()),
         "completions/clipped_ratio": float(is_truncated.float().mean()),
     }
-    if num_generations > 1:
+    if scored.by_name:
+        metrics["reward"] = mean_of(totals)
+        metrics["reward_std"] = mean_of(torch.tensor(deviations, dtype=torch.float64))
+    if scored.by_name and num_generations > 1:
         share = share_without_variance(scored.totals, num_generations)
         metrics["frac_reward_zero_std"] = share
     if len(ended_lengths):

@@ -15,16 +15,18 @@ from typing import Literal, final
 import torch
 
 from bloomery.data.order import mix
-from bloomery.data.prompts import Prompts
+from bloomery.data.prompts import Prompt, Prompts
 from bloomery.data.tokenizer.tokenizer import Tokenizer
+from bloomery.infer.completions import Completion
 from bloomery.infer.sampling import Sampling, known_ids
-from bloomery.model.heads import ScoreSettings
+from bloomery.model.heads import AGREEMENT, DIVERGENCE, ScoreSettings
 from bloomery.monitor.events import Emit, Phase, Warned
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.types import RunPlan
-from bloomery.recipe.objectives import GroupRollouts, Rollouts
+from bloomery.recipe.objectives import GroupRollouts, OnPolicyDistill, Rollouts
 from bloomery.train.batch_source import SourceInputs, StepBatches
-from bloomery.train.objectives.build import Scoring, policy_scoring
+from bloomery.train.objectives.build import Scoring, on_policy_head, policy_scoring
+from bloomery.train.objectives.distillation import TeacherPlan, load_teacher
 from bloomery.train.rl.advantages import Advantages, advantages_of
 from bloomery.train.rl.policy_loss import mean_of
 from bloomery.train.rl.policy_scores import PolicyScores
@@ -70,6 +72,18 @@ class HeldOutReward:
 
 
 @dataclass(frozen=True)
+class HeldOutDivergence:
+    """The mean divergence from the teacher, in nats per token of completions of held-out prompts, and the share of
+    tokens at which both think the same the likeliest.
+    """
+
+    divergence: float
+    agreement: float
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class SampledRollout:
     """A new rollout, the metrics of its completions, and the seconds that its parts took."""
 
@@ -93,12 +107,14 @@ class RolloutSource:
         advantages: Advantages,
         read_prompt: PromptReader,
         pictures: RolloutPictures,
+        taught: PolicyScores | None,
         tokenizer: Tokenizer,
         run_dir: Path,
         emit: Emit,
         stop: Callable[[], bool],
         time_is_up: Callable[[], bool],
     ) -> None:
+        """`taught`: what a teacher thinks of completions; None without one."""
         self._state = state
         self._sampler = Sampler(
             state, settings.sampling, read_prompt=read_prompt, emit=emit, stop=stop
@@ -109,6 +125,7 @@ class RolloutSource:
         self._held_out = held_out
         self._scorer = scorer
         self._advantages = advantages
+        self._taught = taught
         self._tokenizer = tokenizer
         self._run_dir = run_dir
         self._emit = emit
@@ -148,7 +165,9 @@ class RolloutSource:
                 seconds=seconds,
             )
 
-    def evaluate(self, plan: RunPlan, limit: int | None) -> HeldOutReward | None:
+    def evaluate(
+        self, plan: RunPlan, limit: int | None
+    ) -> HeldOutReward | HeldOutDivergence | None:
         """One completion of each of at most `limit` held-out prompts, sampled as in training; None without prompts.
 
         The random numbers are the same at every evaluation.
@@ -165,6 +184,21 @@ class RolloutSource:
             lambda place, number: mix(plan.train.seed, HELD_OUT, place, number),
             phase="evaluation",
         )
+        num_tokens = sum(len(text.ids) for text in completions)
+        if self._taught is not None:
+            samples = [
+                _sample_of(text, prompts[text.prompt], prompt_number=text.prompt)
+                for text in completions
+            ]
+            divergences, agreements = self._taught.rows_of_head(
+                samples, MicroBatchShape.of(plan.train, plan.data), (DIVERGENCE, AGREEMENT)
+            )
+            return HeldOutDivergence(
+                sum(map(sum, divergences)) / num_tokens,
+                sum(map(sum, agreements)) / num_tokens,
+                num_tokens,
+                time.perf_counter() - start_time,
+            )
         totals = [
             total for total in self._scorer.score(prompts, completions).totals if total == total
         ]
@@ -173,7 +207,7 @@ class RolloutSource:
         return HeldOutReward(
             mean_of(torch.tensor(totals, dtype=torch.float64)),
             len(totals),
-            sum(len(text.ids) for text in completions),
+            num_tokens,
             time.perf_counter() - start_time,
         )
 
@@ -210,10 +244,9 @@ class RolloutSource:
         self._rewards_are_slow = reward_seconds > REPORT_SECONDS
         metrics = completion_metrics(completions, scored, num_generations=settings.num_generations)
         samples = [
-            RolloutSample(
-                tuple(prompts[text.prompt].ids.tolist()),
-                tuple(text.ids),
-                tuple(text.logps),
+            _sample_of(
+                text,
+                prompts[text.prompt],
                 has_loss=not (settings.mask_truncated and text.truncated),
                 prompt_number=first_prompt + text.prompt,
             )
@@ -281,6 +314,18 @@ class RolloutSource:
         )
 
 
+def _sample_of(
+    completion: Completion, prompt: Prompt, *, prompt_number: int, has_loss: bool = True
+) -> RolloutSample:
+    return RolloutSample(
+        tuple(prompt.ids.tolist()),
+        tuple(completion.ids),
+        tuple(completion.logps),
+        has_loss=has_loss,
+        prompt_number=prompt_number,
+    )
+
+
 def rollout_source(inputs: SourceInputs) -> RolloutSource:
     """The source of the plan's objective and rewards."""
     plan = inputs.plan
@@ -293,6 +338,7 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
         inputs.state.model.value_head,
     )
     prompts = Prompts(plan.data.prepared, seed=plan.train.seed)
+    held_out = Prompts(plan.data.prepared, seed=plan.train.seed, split="validation")
     pictures = RolloutPictures(plan.data.prepared, prompts)
     mesh = inputs.state.model_and_optimizer.mesh
     if mesh.first_rank:
@@ -312,6 +358,12 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
         plan.train,
         pictures,
     )
+    taught = None
+    if isinstance(objective, OnPolicyDistill):
+        # The step has loaded the teacher: this is the same one.
+        head = on_policy_head(objective, load_teacher(TeacherPlan.of(plan)), plan.model.score_chunk)
+        seen = RolloutPictures(plan.data.prepared, held_out)
+        taught = PolicyScores(inputs.state, head, None, plan.train, seen)
     return RolloutSource(
         inputs.state,
         settings=RolloutSettings(
@@ -326,7 +378,7 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
             shown=plan.logging.completions,
         ),
         prompts=prompts,
-        held_out=Prompts(plan.data.prepared, seed=plan.train.seed, split="validation"),
+        held_out=held_out,
         scorer=CompletionScorer(
             rewards=rewards,
             models=RewardModels(plan, mesh),
@@ -337,6 +389,7 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
         advantages=advantages_of(objective, policy_scores),
         read_prompt=PromptReader(plan.data.prepared),
         pictures=pictures,
+        taught=taught,
         tokenizer=inputs.tokenizer,
         run_dir=inputs.run_dir,
         emit=inputs.emit,
