@@ -114,20 +114,21 @@ def sample_of(recipe, number, completion):
 
 
 def test_samples_in_a_row_are_as_alone_also_with_the_token_of_a_picture(recipe):
-    """A model may sample that token: it is none."""
+    """A model may sample that token: it is none. The tower reads a picture of several samples once."""
     state = build_state(plan_of(recipe))
     token = saved_vision(recipe / "prepared").vision.image_token_id
     complete = RolloutPictures(recipe / "prepared", Prompts(recipe / "prepared", seed=0))
     samples = [
         sample_of(recipe, number, completion)
-        for number, completion in enumerate([(7, token, 8), (9, 10), (token, token, 11, 12)])
+        for number, completion in ((0, (7, token, 8)), (1, (9, 10)), (0, (token, token, 11, 12)))
     ]
 
     def logps(some, length):
         batches, places = pack(some, length=length, rows=1, complete=complete)
         numbers = []
         for batch in batches:
-            assert batch.pictures is not None
+            distinct = {sample.prompt_number for sample in some}
+            assert len(batch.pictures.inputs["image_grid_thw"]) == len(distinct)
             with torch.no_grad():
                 scores = batch_label_scores(
                     state.model, batch, ScoreSettings(64), precision="float32"
@@ -202,8 +203,8 @@ def test_a_reference_has_the_projector_as_it_was(adapter, recipe, tmp_path):
     plan = plan.model_copy(update={"vision": vision, "optimizer": optimizer})
     events = train(plan, tmp_path / "run")
     first, second = (event["metrics"]["kl"] for event in fields(events, "StepDone"))
-    assert abs(first) < 1e-5
-    assert abs(second) > 1e-4
+    assert abs(first) < 1e-8
+    assert second > 1e-5
 
 
 SEEING = """

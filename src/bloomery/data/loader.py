@@ -17,7 +17,7 @@ from bloomery.data.order import Cursor, Visits
 from bloomery.data.packing import Ids, Layout, PackedSequence, PackedSequences
 from bloomery.data.pictures.batches import PictureLoader
 from bloomery.data.reference_scores import ReferenceScores
-from bloomery.data.shards import SplitName, open_split, read_manifest
+from bloomery.data.shards import DOCUMENTS_PER_UNIT, SplitName, open_split, read_manifest
 
 
 @final
@@ -63,7 +63,9 @@ class Loader:
         self._stored_pictures = opened_split.pictures
         self._pictures: PictureLoader | None = None
         if manifest.has_pictures:
-            self._pictures = PictureLoader(prepared)
+            # Both answers of a pair are after the pictures of one prompt.
+            shares = DOCUMENTS_PER_UNIT[opened_split.kind] > 1
+            self._pictures = PictureLoader(prepared, shares=shares)
         self._prepare = prepare
         self._seed = seed
         self._data_rank = data_rank

@@ -168,10 +168,14 @@ def seen_pictures(
     assert vision is not None, "a run with pictures has a tower"
     if begin is not None:
         begin()
-    features = vision(batch.pictures.inputs)
-    refuse_other_number(len(features.features_ND), len(batch.pictures.places), "data.prepared")
+    pictures = batch.pictures
+    features = vision(pictures.inputs)
+    refuse_other_number(len(features.features_ND), pictures.num_tokens, "data.prepared")
+    if pictures.taken is not None:
+        refuse_other_number(len(pictures.taken), len(pictures.places), "data.prepared")
+        features = features.take(pictures.taken)
     return SeenPictures(
-        batch.pictures.places,
+        pictures.places,
         features.features_ND,
         features.deep_features,
         both_ways=vision.vision.both_ways,

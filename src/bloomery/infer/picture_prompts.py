@@ -52,8 +52,7 @@ def seen_in_piece(
         features = picture.features
         taken = slice(inside[0], inside[-1] + 1)
         places += [picture.places[index] - start for index in inside]
-        deep_features = tuple(each[taken] for each in features.deep_features)
-        pieces.append(PictureFeatures(features.features_ND[taken], deep_features))
+        pieces.append(features.take(taken))
     if not pieces:
         return None
     deep = zip(*(piece.deep_features for piece in pieces), strict=True)

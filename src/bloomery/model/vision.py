@@ -39,6 +39,11 @@ class PictureFeatures(NamedTuple):
     features_ND: Tensor
     deep_features: tuple[Tensor, ...] = ()
 
+    def take(self, tokens: Tensor | slice) -> "PictureFeatures":
+        """Some of them. `tokens`: int64 [M]."""
+        deep_features = tuple(each[tokens] for each in self.deep_features)
+        return PictureFeatures(self.features_ND[tokens], deep_features)
+
 
 def is_of(parts: VisionParts, name: str, vision: Vision) -> bool:
     """Whether a parameter or module of these parts has the name, in transformers' whole model or in the tower's."""

@@ -6,6 +6,7 @@ N tokens of pictures, B sequences, T tokens of each.
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, final
 
@@ -33,23 +34,34 @@ def changed_inputs(
 
 @dataclass(frozen=True)
 class Pictures:
-    """`inputs`: of the tower, by transformers' names. `places`: int64 [N], in the flattened tokens of the batch, in
-    their order, those that the tower's output replaces.
+    """`inputs`: of the tower, which makes `num_tokens` of them, by transformers' names. `places`: int64 [N], in the
+    flattened tokens of the batch, in their order, those that the tower's output replaces. `taken`: int64 [N], which of
+    the tower's tokens each has; None: all in their order.
     """
 
     inputs: Mapping[str, Tensor]
+    num_tokens: int
     places: Tensor
+    taken: Tensor | None = None
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Pictures":
-        return replace(self, inputs=changed_inputs(self.inputs, change), places=change(self.places))
+        return replace(
+            self,
+            inputs=changed_inputs(self.inputs, change),
+            places=change(self.places),
+            taken=None if self.taken is None else change(self.taken),
+        )
 
 
 @final
 class PictureLoader:
     """Makes the pictures of batches from the files in a prepared dataset."""
 
-    def __init__(self, prepared: Path) -> None:
-        """Raises UserError as PictureProcessor does."""
+    def __init__(self, prepared: Path, *, shares: bool = False) -> None:
+        """`shares`: the tower reads a picture that a batch has several times once. Raises UserError as PictureProcessor
+        does.
+        """
+        self._shares = shares
         source = saved_vision(prepared)
         assert source is not None, "a dataset with pictures says for which model"
         self._vision = source.vision
@@ -60,8 +72,17 @@ class PictureLoader:
         """`contents`: of all sequences, in the order of their tokens; None without any."""
         if not contents:
             return None
+        distinct = list(dict.fromkeys(contents)) if self._shares else contents
+        made = self._processor.process(distinct)
         is_picture = tokens_BT.flatten() == self._vision.image_token_id
-        return Pictures(self._processor.process(contents).inputs, is_picture.nonzero().squeeze(1))
+        places = is_picture.nonzero().squeeze(1)
+        if len(distinct) == len(contents):
+            return Pictures(made.inputs, len(places), places)
+        num_tokens = sum(made.num_tokens)
+        own_tokens = torch.arange(num_tokens).split(made.num_tokens)
+        tokens_of = dict(zip(distinct, own_tokens, strict=True))
+        taken = torch.cat([tokens_of[content] for content in contents])
+        return Pictures(made.inputs, num_tokens, places, taken)
 
     def axes_of(
         self, pictures: Pictures | None, tokens_BT: Tensor, documents_BT: Tensor
@@ -79,8 +100,16 @@ class PictureLoader:
         return torch.from_numpy(np.stack(rows, axis=1))
 
     def _grids(self, pictures: Pictures) -> Iterator[tuple[int, int]]:
-        for number in range(len(pictures.inputs["image_grid_thw"])):
-            yield grid_of(pictures.inputs, number, self._merged)
+        """Of each picture of the batch."""
+        distinct = len(pictures.inputs["image_grid_thw"])
+        grids = [grid_of(pictures.inputs, number, self._merged) for number in range(distinct)]
+        if pictures.taken is None:
+            return iter(grids)
+        firsts = accumulate((rows * columns for rows, columns in grids), initial=0)
+        grids_by_token = dict(zip(firsts, grids, strict=False))
+        return (
+            grids_by_token[token] for token in pictures.taken.tolist() if token in grids_by_token
+        )
 
 
 def merged_side(vision: Vision) -> int:

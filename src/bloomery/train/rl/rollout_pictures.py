@@ -35,7 +35,10 @@ class RolloutPictures:
     def __init__(self, prepared: Path, prompts: Prompts) -> None:
         """`prompts`: those that samples number."""
         self._prompts = prompts
-        self._loader = None if saved_vision(prepared) is None else PictureLoader(prepared)
+        self._loader = None
+        if saved_vision(prepared) is not None:
+            # The completions of a prompt are near each other.
+            self._loader = PictureLoader(prepared, shares=True)
 
     def __call__(self, batch: Batch, members: PlacedSamples) -> Batch:
         if self._loader is None:
