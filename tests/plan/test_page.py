@@ -249,6 +249,7 @@ def test_json_is_the_contract(tmp_path, monkeypatch):
         "mesh",
         "rollout",
         "stream",
+        "pictures",
         "notes",
     }
     assert (said["tokens"], said["steps"]) == (3_194_880_000, 195_000)

@@ -1,14 +1,21 @@
-"""A plan of a dataset with pictures counts the weights of the vision tower."""
+"""A plan of a dataset with pictures: the weights of the tower, pictures by their sizes, what is said of them."""
 
 import math
 from dataclasses import replace
 
+import pytest
+
+from bloomery.data.pictures.encoder import VisionSource
 from bloomery.data.shards import read_manifest
+from bloomery.model.configs import headers_of
 from bloomery.model.io.stored import vision_tensors
+from bloomery.plan.estimate.towers import tower_flops
 from bloomery.plan.gather import prepared_facts
-from bloomery.plan.resolve import local_facts, resolve
+from bloomery.plan.page import picture_lines
+from bloomery.plan.pictures import tower_in
+from bloomery.plan.resolve import local_facts, resolve, step_pictures
 from bloomery.recipe.load import load_recipe
-from pictures_for_tests import RED, TEXT, prepared_rows, row
+from pictures_for_tests import BLUE, RED, TEXT, prepared_rows, row
 
 
 def planned(folder, rows):
@@ -28,3 +35,51 @@ def test_the_tower_is_a_part_of_the_memory(tmp_path):
     folder = tmp_path / "text"
     folder.mkdir()
     assert "vision tower" not in planned(folder, [row(TEXT)] * 4)
+
+
+def test_pictures_are_counted_before_preparation_as_after_it(tmp_path):
+    prepared = prepared_rows(tmp_path, [row(RED, TEXT), row(RED, BLUE, TEXT)] * 4, weights=True)
+    unprepared = load_recipe(tmp_path / "recipe.yaml", ["data.prepared=elsewhere"])
+    guessed = local_facts(unprepared).dataset
+    loaded = load_recipe(tmp_path / "recipe.yaml", [f"data.prepared={prepared}"])
+    facts = local_facts(loaded).dataset
+    (size,) = facts.pictures.sizes
+    assert (size.width, size.height, size.tokens, size.share) == (40, 60, 2, 1.0)
+    assert facts.pictures.pictures_per_epoch == facts.pictures.looked_at == 12
+    assert facts.pictures.mean.patches == 12 * 8
+    assert guessed.pictures == facts.pictures
+    assert guessed.tower_weights == facts.tower_weights
+
+    plan = resolve(loaded, local_facts(loaded))
+    words = " ".join(picture_lines(plan))
+    assert "12 pictures · a 40x60 picture is 2 tokens" in words
+    assert "frozen" in words
+    tower = tower_in(facts.pictures.raw_config)
+    seen = replace(step_pictures(loaded.recipe, facts), train="all")
+    sequences = facts.sequences_per_epoch
+    forward = 12 * tower.flops(
+        VisionSource(str(prepared), facts.pictures.raw_config).shapes.shape(40, 60)
+    )
+    assert tower_flops(seen, sequences=sequences, checkpointing="none") == pytest.approx(
+        3 * forward
+    )
+
+
+def test_a_text_dataset_is_told_what_pictures_would_be(tmp_path):
+    prepared = prepared_rows(tmp_path, [row(TEXT)] * 4, weights=True)
+    loaded = load_recipe(tmp_path / "recipe.yaml", [f"data.prepared={prepared}"])
+    plan = resolve(loaded, local_facts(loaded))
+    line = " ".join(picture_lines(plan))
+    assert line.startswith("none in the dataset; as tokens, one would be: 640x480 ")
+    assert plan.dataset.pictures is None
+
+
+def test_no_note_says_that_a_tower_is_not_read(tmp_path):
+    prepared = prepared_rows(tmp_path, [row(RED, TEXT)] * 4, weights=True)
+    loaded = load_recipe(tmp_path / "recipe.yaml", [f"data.prepared={prepared}"])
+    assert local_facts(loaded).unrun == ()
+    (tmp_path / "text").mkdir()
+    prepared = prepared_rows(tmp_path / "text", [row(TEXT)] * 4, weights=True)
+    loaded = load_recipe(tmp_path / "text/recipe.yaml", [f"data.prepared={prepared}"])
+    assert any("are not read" in line for line in local_facts(loaded).unrun)
+    assert headers_of(tmp_path / "base", sees=True).notes == ()

@@ -322,6 +322,7 @@ def document(report: "PlanReport", machine: "Machine") -> dict[str, Any]:
         "mesh": None if plan.parallel is None else _mesh(plan.parallel),
         "rollout": None if plan.rollout is None else _rollout(plan.rollout),
         "stream": None if plan.stream is None else _stream(plan.stream),
+        "pictures": _pictures(plan),
     }
 
 
@@ -344,6 +345,20 @@ def _memory(memory: "MemoryEstimate") -> dict[str, Any]:
         "parts": {name: part_bytes / GIB for name, part_bytes in memory.parts.items()},
         "total": total,
         "limit": memory.limit / GIB,
+    }
+
+
+def _pictures(plan: "RunPlan") -> dict[str, Any] | None:
+    """Of the dataset; None without any."""
+    facts = None if plan.dataset is None else plan.dataset.pictures
+    if facts is None:
+        return None
+    return {
+        "pictures_per_epoch": facts.pictures_per_epoch,
+        "looked_at": facts.looked_at,
+        "sizes": facts.sizes,
+        "mean_of_sequence": facts.mean,
+        "fullest_sequence": facts.fullest,
     }
 
 

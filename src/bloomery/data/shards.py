@@ -363,6 +363,13 @@ class StoredPictures:
         first, last = np.searchsorted(self._documents, [document, document + 1])
         return range(int(first), int(last))
 
+    def some_documents(self, most: int) -> list[int]:
+        """Documents that have pictures: at most so many, spread evenly."""
+        documents = np.unique(np.asarray(self._documents))
+        if len(documents) > most:
+            documents = documents[np.arange(most) * len(documents) // most]
+        return [int(document) for document in documents]
+
     def are_in(self, first: int, last: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Of the documents from `first` to before `last`, whether each has a picture."""
         has_pictures = np.zeros(last - first, np.bool_)

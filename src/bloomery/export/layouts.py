@@ -139,7 +139,8 @@ def export(
     # Quantized weights are written as numbers: no folder with half of a format is left.
     is_packed = any(stored.packing is not None for stored in tensors.values())
     # Names that transformers would not find are written as it expects them.
-    headers = headers_of(source)
+    is_whole = keeps_vision and vision_of(full_config, where=str(source)) is not None
+    headers = headers_of(source, sees=is_whole)
     is_copy = keeps_dtypes and not is_text_part and not headers.is_renamed and not is_packed
     proofs = list(headers.notes)
     with draft_of(out) as draft:
@@ -155,7 +156,7 @@ def export(
             proofs += check_in_library(draft, *probe_logits(draft, use, where=source))
         elif verify:
             proofs += _compare_logits(draft, files, target_dtype, use)
-        if keeps_vision and vision_of(full_config, where=str(source)) is not None:
+        if is_whole:
             make_whole(draft, source)
             proofs.append("whole: the vision tower and its processor are those of the model")
     return finished_export(out, proofs)
@@ -261,7 +262,8 @@ def export_merged(
             code=2,
         )
     use = use or Use("cpu")
-    proofs = list(headers_of(model_files.base).notes)
+    is_whole = is_inside_whole(model_files.weights)
+    proofs = list(headers_of(model_files.base, sees=is_whole).notes)
     if model_files.trained is not None and model_files.trained.quantize.kind != "none":
         proofs.append(
             "merged into the unquantized base model; the run trained with "
@@ -275,7 +277,7 @@ def export_merged(
         write_other_files(draft, out.name, config, model_files)
         if verify:
             proofs += _compare_logits(draft, model_files, target_dtype, use)
-        if is_inside_whole(model_files.weights):
+        if is_whole:
             changed = merged_tower(model_files.base, model_files.weights, config)
             make_whole(draft, model_files.base, changed)
             proofs.append("whole: the vision tower and its processor are those of the base")

@@ -21,6 +21,8 @@ class PositionAxes:
     interleaved: bool
 
 
+# Backends of attention in which tokens of a picture may see those after them.
+SEES_BOTH_WAYS = ("mask", "math")
 BothWays: TypeAlias = Literal["none", "windows", "all"]
 
 
@@ -85,6 +87,11 @@ def is_projector(kind: str, name: str) -> bool:
     facts = VISION_KINDS[kind]
     modules = (*facts.projector, *facts.projector_in_files)
     return any(inside.startswith(f"{module}.") for module in modules)
+
+
+def could_see(hf: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a model whose pictures are supported."""
+    return hf.get("model_type") in VISION_KINDS and "vision_config" in hf
 
 
 def vision_of(hf: Mapping[str, Any], *, where: str = "config.json") -> Vision | None:

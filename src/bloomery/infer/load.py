@@ -20,6 +20,7 @@ from bloomery.core.units import format_bytes
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import is_never_trained, layers
 from bloomery.facts.limits import DEQUANTIZE_SCRATCH_BYTES, Dequantizer, storage_bytes
+from bloomery.facts.pictures import could_see
 from bloomery.hardware.dequantizers import dequantizer
 from bloomery.hardware.detect import memory_bytes
 from bloomery.hardware.machine import Machine
@@ -28,7 +29,7 @@ from bloomery.infer.decoding_kernel import decoding_problem
 from bloomery.infer.forward import autocast_forward, prepare_weights
 from bloomery.infer.model_folder import ModelFiles
 from bloomery.model.adapters.settings import is_adapter_folder, read_settings
-from bloomery.model.configs import headers_of, untied_note
+from bloomery.model.configs import headers_of, stated_config, untied_note
 from bloomery.model.decoder import Decoder
 from bloomery.model.experts import ExpertMLPs
 from bloomery.model.io.weights import load_decoder, quantize_model, quantized_weights
@@ -175,7 +176,8 @@ def _load(
         )
 
     # Files of other programs may be read in another way than their names or config.json say.
-    for note in headers_of(files.base or files.weights).notes:
+    whole = files.base or files.weights
+    for note in headers_of(whole, sees=could_see(stated_config(whole))).notes:
         on_load(f"weights: {note}")
 
     # The memory is checked once the decoder has its shapes, before its weights are read.

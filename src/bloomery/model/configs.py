@@ -329,8 +329,9 @@ def read_as(config_json: Mapping[str, Any], *, is_native: bool, where: str) -> M
     return transformers_config(config_json, where=where)
 
 
-def headers_of(folder: Path) -> StoredParameters:
-    """How the folder's files are read, with a note on each thing that is read in another way than they say.
+def headers_of(folder: Path, *, sees: bool = False) -> StoredParameters:
+    """How the folder's files are read, with a note on each thing that is read in another way than they say. `sees`:
+    what reads pictures is read, too.
 
     Raises UserError as `read_headers` does. Of a model that transformers itself loads, nothing is known here.
     """
@@ -338,7 +339,7 @@ def headers_of(folder: Path) -> StoredParameters:
     backend = config.transformers_backend
     if backend is not None and backend.safe_reason:
         return StoredParameters({})
-    headers = read_headers(folder, config, headless=True)
+    headers = read_headers(folder, config, headless=True, sees=sees)
     config_json = stated_config(folder)
     notes = list(headers.notes)
     where = str(folder / "config.json")

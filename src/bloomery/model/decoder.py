@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from bloomery.core.errors import UserError
 from bloomery.facts.config import Mixer, ModelConfig, Stage, whole_model
 from bloomery.facts.counting import MIXER_MODULES, Layer, block_norms, layers
-from bloomery.facts.pictures import PositionAxes
+from bloomery.facts.pictures import SEES_BOTH_WAYS, PositionAxes
 from bloomery.model import compiled_pointwise
 from bloomery.model.attention.attend import DocumentBorders, DocumentLayout, layout_of
 from bloomery.model.cache import Cache, LayerCache, StateCache, VisiblePast
@@ -112,9 +112,6 @@ def build_mlp(config: ModelConfig, layer: Layer, backend: str) -> MLP | MixtureO
         shared_expert = MLP(config, experts.shared_width, backend)
     activation = ACTIVATIONS[config.activation]
     return MixtureOfExperts(config, experts, activation, shared_expert, backend)
-
-
-SEES_BOTH_WAYS = ("mask", "math")  # backends in which tokens of a picture may see those after them
 
 
 class LayerOutput(NamedTuple):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bloomery import hub
 from bloomery.core.errors import UserError
@@ -47,7 +47,7 @@ from bloomery.facts.config import ModelConfig
 from bloomery.facts.families import architecture_of
 from bloomery.facts.hf_config import text_part
 from bloomery.facts.limits import refuse_teacher_length, refuse_teacher_tokenizer
-from bloomery.facts.pictures import is_projector, vision_of
+from bloomery.facts.pictures import could_see, is_projector, vision_of
 from bloomery.facts.published import published_config, similar_names
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile, build_profile
@@ -63,8 +63,9 @@ from bloomery.model.configs import (
 from bloomery.model.io.stored import find_tensors, is_bare, stored_parameters, vision_tensors
 from bloomery.plan.dataset_size import OF_BYTES, DatasetSize, dataset_size, sample_rows
 from bloomery.plan.estimate.states import TrainedModel
+from bloomery.plan.pictures import pictures_of_prepared, pictures_of_rows, tower_in
 from bloomery.plan.store import read_plan
-from bloomery.plan.types import DatasetFacts
+from bloomery.plan.types import DatasetFacts, PictureFacts
 from bloomery.plan.unsupported import (
     refuse_misfits,
     refuse_recipe,
@@ -187,7 +188,10 @@ def facts_of(
         teacher=teacher,
         unrun=()
         if start is None
-        else (*_unrun_programs(start, config), *_reading_notes(start, config)),
+        else (
+            *_unrun_programs(start, config, sees=_sees(dataset)),
+            *_reading_notes(start, config, sees=_sees(dataset)),
+        ),
         reward_models=tuple(config for config in reward_models if config is not None),
     )
 
@@ -243,7 +247,12 @@ def _reward_model(name: str) -> ModelConfig | None:
     return config
 
 
-def _unrun_programs(start: str, config: ModelConfig) -> Iterator[str]:
+def _sees(dataset: DatasetFacts | None) -> bool:
+    """Whether the model's tower is read: for a dataset with pictures."""
+    return dataset is not None and dataset.tower_weights > 0
+
+
+def _unrun_programs(start: str, config: ModelConfig, *, sees: bool) -> Iterator[str]:
     """Parts of a model that are left out: code, which is never run, and vision; and the architecture used instead."""
     folder = cached_model(start)
     if folder is None:
@@ -253,19 +262,22 @@ def _unrun_programs(start: str, config: ModelConfig) -> Iterator[str]:
     kind = raw_config.get("model_type")
     name = folder.name if Path(start).exists() else start
     if text_part(raw_config) is not raw_config:
+        if sees:
+            if raw_config.get("audio_config"):
+                yield f"{name} also hears: its audio weights have no use"
+            return
         left_out = (
             "vision and audio weights" if raw_config.get("audio_config") else "vision weights"
         )
         line = f"{name} is multimodal: its language model is trained as {architecture}, {left_out} are left out"
-        sees = vision_of(raw_config, where=str(folder)) is not None
-        yield f"{line} where the dataset has no pictures" if sees else line
+        yield f"{line} where the dataset has no pictures" if could_see(raw_config) else line
     elif raw_config.get("auto_map"):
         yield f"{name} has remote code (auto_map), which is never run: loaded as {architecture}"
     elif isinstance(kind, str) and config.transformers_backend is None and kind != config.family:
         yield f"{name} has an unknown model_type ({kind[:60]}): loaded as {architecture}, as in its architectures"
 
 
-def _reading_notes(start: str, config: ModelConfig) -> Iterator[str]:
+def _reading_notes(start: str, config: ModelConfig, *, sees: bool) -> Iterator[str]:
     """What is read in another way than the files of the weights say, where they are here."""
     folder = hub.cached_model(start, weights=hub.is_hub_id(start))
     backend = config.transformers_backend
@@ -273,7 +285,7 @@ def _reading_notes(start: str, config: ModelConfig) -> Iterator[str]:
     if folder is None or is_loaded_by_transformers or is_bare(folder):
         return
     if (folder / "config.json").is_file():
-        for note in headers_of(folder).notes:
+        for note in headers_of(folder, sees=sees).notes:
             yield f"{folder.name if Path(start).exists() else start}: {note}"
 
 
@@ -373,6 +385,7 @@ def prepared_facts(manifest: Manifest, recipe: Recipe, prepared: Path) -> Datase
     laid = count_sequences(
         prepared, manifest, sequence_length=data.sequence_length, layout=data.layout
     )
+    pictures = pictures_of_prepared(prepared, manifest, recipe, sequences=sum(laid.counts))
     rows = [
         count * part.weight for count, part in zip(laid.counts, manifest.train.parts, strict=True)
     ]
@@ -394,16 +407,22 @@ def prepared_facts(manifest: Manifest, recipe: Recipe, prepared: Path) -> Datase
         digest=manifest.tokens_digest,
         tower_weights=tower_weights,
         projector_weights=projector_weights,
+        pictures=pictures,
     )
 
 
 def _vision_weights(recipe: Recipe) -> tuple[int, int]:
-    """The numbers of all that reads pictures in the recipe's model, and of its projector; 0 where they are not here."""
+    """The numbers of all that reads pictures in the recipe's model, and of its projector: by its files, or without
+    weights by its config.json; 0 where it is not here.
+    """
     name = recipe.model.from_
-    folder = None if name is None else hub.cached_model(name, weights=hub.is_hub_id(name))
-    vision = None if folder is None or is_bare(folder) else vision_of(stated_config(folder))
+    folder = None if name is None else hub.cached_model(name)
+    vision = None if folder is None else vision_of(stated_config(folder))
     if folder is None or vision is None:
         return 0, 0
+    if is_bare(folder):
+        tower = tower_in(vision.raw_config)
+        return (0, 0) if tower is None else (tower.parameters, tower.projector_parameters)
     sizes = {name: math.prod(tensor.shape) for name, tensor in vision_tensors(folder).items()}
     of_projector = [size for name, size in sizes.items() if is_projector(vision.kind, name)]
     return sum(sizes.values()), sum(of_projector)
@@ -505,12 +524,14 @@ def guessed(recipe: Recipe) -> DatasetFacts | None:
     refuse_layout(recipe)
     if absent(recipe):
         return None
-    template, texts, size = _checked_rows(recipe)
+    checked = _checked_rows(recipe)
+    size = checked.size
     rows = max(1, size.sequences)
     longest_prompt = 0
     if isinstance(recipe.objective, Rollouts):
         room = data.sequence_length - recipe.objective.max_completion_length
         longest_prompt = max(1, min(size.longest, room))
+    tower_weights, projector_weights = _vision_weights(recipe) if checked.pictures else (0, 0)
     return DatasetFacts(
         sequences_per_epoch=rows * sequences_per_row(recipe),
         tokens=max(1, size.tokens),
@@ -522,8 +543,11 @@ def guessed(recipe: Recipe) -> DatasetFacts | None:
         # Rows that are named must be counted, not estimated.
         left_out=sum(source.left_out for source in size.sources) if size.is_counted else 0,
         cut_short=sum(source.cut_short for source in size.sources) if size.is_counted else 0,
-        template=template,
-        texts=texts,
+        template=checked.template,
+        texts=checked.texts,
+        tower_weights=tower_weights,
+        projector_weights=projector_weights,
+        pictures=checked.pictures,
     )
 
 
@@ -539,8 +563,17 @@ class _BadRowLimit(ReadStats):
             raise _TooManyBadRows
 
 
-def _checked_rows(recipe: Recipe) -> tuple[str, Texts, DatasetSize]:
-    """By the first rows of each source: the chat template, the kind of texts, the size of the training split.
+class _CheckedRows(NamedTuple):
+    """`template`: where the chat template comes from. `size`: of the training split, with its `pictures`."""
+
+    template: str
+    texts: Texts
+    size: DatasetSize
+    pictures: PictureFacts | None = None
+
+
+def _checked_rows(recipe: Recipe) -> _CheckedRows:
+    """By the first rows of each source.
 
     Raises the UserError that `prepare` would raise for them.
     """
@@ -554,7 +587,7 @@ def _checked_rows(recipe: Recipe) -> tuple[str, Texts, DatasetSize]:
             for corpus in corpora
         ]
     except _TooManyBadRows:
-        return "", "none", DatasetSize((), (), OF_BYTES)
+        return _CheckedRows("", "none", DatasetSize((), (), OF_BYTES))
     first_documents = [sample.documents[:ROWS] for sample in samples]
     kinds = kinds_among([rows[0] if rows else None for rows in first_documents])
     for kind, rows in zip(kinds.sources, first_documents, strict=True):
@@ -615,7 +648,21 @@ def _checked_rows(recipe: Recipe) -> tuple[str, Texts, DatasetSize]:
         tokenizer,
         encoded,
     )
-    return template, kinds.texts, size
+
+    # Rows that were not looked at have pictures like these.
+    num_rows = sum(source.rows for source in size.sources)
+    pictures = pictures_of_rows(
+        recipe,
+        [
+            (len(text.ids), text.pictures)
+            for of_source in encoded
+            for example in of_source.values()
+            for text in example
+        ],
+        rows_per_document=num_rows / max(1, sum(map(len, encoded))),
+        sequences=size.sequences,
+    )
+    return _CheckedRows(template, kinds.texts, size, pictures)
 
 
 def _template(

@@ -40,6 +40,7 @@ from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.gather import facts_of
 from bloomery.plan.lengths import in_epochs
 from bloomery.plan.mesh import undivided
+from bloomery.plan.pictures import tokens_of_sizes, tower_in
 from bloomery.plan.resolve import resolve
 from bloomery.plan.types import (
     LayoutPlan,
@@ -51,6 +52,7 @@ from bloomery.plan.types import (
 )
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.objectives import Rollouts
+from bloomery.recipe.schema import Lora
 
 WIDTH = 100
 LABEL = 10
@@ -79,6 +81,7 @@ SETTINGS = (  # shown where a plan has them
     "optimizer.offload",
     "train.offload_activations",
 )
+USUAL_SIZES = ((640, 480), (1280, 720), (1920, 1080))  # pictures
 WIDE_SPREAD = 0.1  # from which on a number of steps is printed with its range
 USUAL_VALUES = {  # of the method, where the recipe sets none
     "optimizer.learning_rate": "learning rate",
@@ -115,7 +118,8 @@ def page(
     lines.append("")
     lines += _block("GPU" if profile.accelerator else "CPU", device_lines(plan, profile, machine))
     lines += _block("model", joined([model_line(plan)]))
-    lines += [*_block("batch", batch_lines(plan)), ""]
+    lines += _block("batch", batch_lines(plan))
+    lines += [*_block("pictures", picture_lines(plan)), ""]
     lines += _block("memory", [*memory_lines(plan, profile), *_pinned_lines(report)])
     lines += _block("host", stream_lines(plan, machine))
     lines += _block("simulated", simulated)
@@ -285,6 +289,47 @@ def batch_lines(plan: RunPlan) -> list[str]:
     plural = "s" if sequences > 1 else ""
     step = f"{train.tokens_per_step:,} tokens = {sequences:,} sequence{plural} x {length:,} ({cut})"
     return joined([step, *filter(None, (_steps(plan), in_epochs(plan)))])
+
+
+def picture_lines(plan: RunPlan) -> list[str]:
+    """What pictures cost: those of the dataset, or of a dataset without them what usual sizes would be."""
+    facts = None if plan.dataset is None else plan.dataset.pictures
+    if facts is None:
+        usual = tokens_of_sizes(plan.model.source, USUAL_SIZES)
+        if not usual:
+            return []
+        in_words = ", ".join(f"{size.width}x{size.height} {size.tokens:,}" for size in usual)
+        return joined([f"none in the dataset; as tokens, one would be: {in_words}"])
+
+    # The dataset's own sizes.
+    first, *others = facts.sizes
+    one_size = f"a {first.width}x{first.height} picture is {counted(first.tokens, 'tokens')}"
+    shares = [one_size if not others else f"{one_size} ({first.share:.0%} are of this size)"]
+    shares += [f"{size.width}x{size.height} {size.tokens:,}" for size in others]
+    is_whole = facts.looked_at >= facts.pictures_per_epoch
+    number = counted(facts.pictures_per_epoch, "pictures")
+    number += "" if is_whole else f" by the sizes of {facts.looked_at:,}"
+    per_sequence = (
+        f"{facts.mean.pictures:.2g} a sequence, {facts.fullest.pictures:,.0f} in the fullest"
+    )
+
+    # What the tower does with them.
+    tower = tower_in(facts.raw_config)
+    assert tower is not None, "facts are made with a tower"
+    parts = plan.vision.train
+    adapted = plan.adapter.vision if isinstance(plan.adapter, Lora) else "none"
+    how = "frozen"
+    if parts != "none" or adapted != "none":
+        how = "; ".join(
+            f"{'tower and projector' if part == 'all' else part} {way}"
+            for part, way in ((parts, "trained in full"), (adapted, "with LoRA"))
+            if part != "none"
+        )
+    patches = facts.mean.patches / max(1e-9, facts.mean.pictures)
+    flops = facts.mean.flops / max(1e-9, facts.mean.pictures)
+    tower_text = f"tower of {format_count(tower.parameters)} parameters, {how}"
+    work = f"{patches:,.0f} patches and {flops / 1e9:,.3g} GFLOP forward for a picture"
+    return joined([number, *shares, per_sequence, tower_text, work])
 
 
 def rollout_lines(plan: RunPlan, rollout: RolloutPlan) -> list[str]:

@@ -4,6 +4,7 @@
 and resolves a recipe for this machine, with the local dataset.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +19,7 @@ from bloomery.data.prepare.prepare import prepared_folder
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.limits import Dequantizer
 from bloomery.facts.optimizers import OPTIMIZERS
+from bloomery.facts.pictures import SEES_BOTH_WAYS, vision_of
 from bloomery.hardware.calibration import threads
 from bloomery.hardware.dequantizers import dequantizer
 from bloomery.hardware.detect import detect
@@ -44,9 +46,10 @@ from bloomery.plan.estimate.activations import gpu_fallback_bytes, keeps_scores
 from bloomery.plan.estimate.measured import StepEstimator, compile_gain
 from bloomery.plan.estimate.mesh import ONE_DEVICE
 from bloomery.plan.estimate.states import TrainedModel
-from bloomery.plan.estimate.step import ReferencePlace, StepShape, Stream
+from bloomery.plan.estimate.step import ReferencePlace, StepPictures, StepShape, Stream
 from bloomery.plan.gather import Facts, fetch, gather
 from bloomery.plan.learning_rates import with_usual_values
+from bloomery.plan.pictures import tower_in
 from bloomery.plan.routers import counts_first, router_choices, router_plan
 from bloomery.plan.types import (
     LAZY_CONNECTIONS,
@@ -76,6 +79,7 @@ from bloomery.recipe.schema import (
     IF_INSTALLED,
     AnyObjective,
     Command,
+    Lora,
     PipelineTransport,
     Recipe,
     Wsd,
@@ -315,6 +319,8 @@ def _choose_step(
     # What one step computes. Compilation needs the length of the run, which needs the batch.
     precision = set_or(profile.dtype, train.precision)
     attention = choose_attention(recipe, config, profile, precision=precision.value, torch=torch)
+    if sees_both_ways(dataset) and attention.value not in SEES_BOTH_WAYS:
+        attention = Choice("mask", "tokens of a picture attend to those after them, too")
     shape = step_shape(
         recipe,
         facts.model,
@@ -332,6 +338,10 @@ def _choose_step(
         reference=reference,
         counts_first=counts_first(recipe, config),
     )
+    if shape.pictures is not None:
+        read_ahead = set_or(profile.prefetch, recipe.data.prefetch).value
+        waiting = scale.sequences_per_step + read_ahead
+        shape = replace(shape, pictures=replace(shape.pictures, waiting_sequences=waiting))
 
     def choose_layout(sequences: int) -> _Layout:
         """Micro-batches, seconds and layouts of a step, with its rollout: on one device, or the best of those over
@@ -508,7 +518,37 @@ def step_shape(
         teacher_quantize=teacher_form(recipe),
         extra_forwards=extra_forwards(recipe),
         loss_share=1.0 if dataset is None else dataset.loss_share,
-        tower_weights=0 if dataset is None else dataset.tower_weights,
+        pictures=step_pictures(recipe, dataset),
+    )
+
+
+def sees_both_ways(dataset: DatasetFacts | None) -> bool:
+    """Whether there are pictures whose tokens attend to those after them, in a model of this kind."""
+    facts = None if dataset is None else dataset.pictures
+    vision = None if facts is None else vision_of(json.loads(facts.raw_config))
+    return vision is not None and vision.both_ways != "none"
+
+
+def step_pictures(recipe: Recipe | RunPlan, dataset: DatasetFacts | None) -> StepPictures | None:
+    """None of a dataset without pictures."""
+    if dataset is None or not dataset.tower_weights:
+        return None
+    facts = dataset.pictures
+    adapter = recipe.adapter
+    seen = StepPictures(
+        weights=dataset.tower_weights,
+        train=recipe.vision.train,
+        adapted=adapter.vision if isinstance(adapter, Lora) else "none",
+        rank=adapter.rank if isinstance(adapter, Lora) else 0,
+    )
+    if facts is None:
+        return seen
+    return replace(
+        seen,
+        tower=tower_in(facts.raw_config),
+        mean=facts.mean,
+        fullest=facts.fullest,
+        both_ways=sees_both_ways(dataset),
     )
 
 

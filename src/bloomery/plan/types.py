@@ -95,6 +95,59 @@ class MemoryEstimate(PlanPart):
         return self.total - sum(self.parts.get(part, 0.0) for part in NOT_TENSORS)
 
 
+class PictureLoad(PlanPart):
+    """What the tower is given of the pictures of a sequence, and what it makes of them.
+
+    `patches`: padding included. `longest`: of one piece that it computes alone. `features`: tokens whose embeddings its
+    output replaces. `input_bytes`: of what the image processor makes. `flops`: of the tower in forward.
+    """
+
+    pictures: float = 0.0
+    patches: float = 0.0
+    longest: int = 0
+    features: float = 0.0
+    input_bytes: float = 0.0
+    flops: float = 0.0
+
+    def times(self, factor: float) -> "PictureLoad":
+        return PictureLoad(
+            pictures=self.pictures * factor,
+            patches=self.patches * factor,
+            longest=self.longest,
+            features=self.features * factor,
+            input_bytes=self.input_bytes * factor,
+            flops=self.flops * factor,
+        )
+
+
+class PictureSize(PlanPart):
+    """A picture's sides in pixels, and the tokens whose embeddings the tower's output replaces.
+
+    `share`: how many of the pictures have these sides.
+    """
+
+    width: int
+    height: int
+    tokens: int
+    share: float
+
+
+class PictureFacts(PlanPart):
+    """The pictures of a dataset. `raw_config`: the config.json of the model that they are for, as JSON.
+
+    `looked_at`: those whose sizes were read, spread over the dataset; the others are taken to be like them. `sizes`:
+    the most frequent, that first. `mean`: of a sequence; `fullest`: of one that is filled with the document that has
+    most patches for its length.
+    """
+
+    raw_config: str
+    pictures_per_epoch: int
+    looked_at: int
+    sizes: tuple[PictureSize, ...]
+    mean: PictureLoad
+    fullest: PictureLoad
+
+
 class DatasetFacts(PlanPart):
     """Facts of a dataset for a plan. Ids are those of the tokenizer, None when absent.
 
@@ -120,6 +173,9 @@ class DatasetFacts(PlanPart):
     digest: str = ""  # of the prepared dataset; empty before
     tower_weights: int = 0  # numbers of vision tower and projector, where rows have pictures
     projector_weights: int = 0  # of them, of the projector
+    pictures: PictureFacts | None = (
+        None  # None also where the model's tower or its sizes are not known
+    )
 
 
 class Decision(PlanPart):

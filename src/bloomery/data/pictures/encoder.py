@@ -52,11 +52,15 @@ class VisionSource:
         return vision
 
     @cached_property
-    def sizes(self) -> PictureSizes | None:
+    def shapes(self) -> PictureSizes | None:
         """The image processor as arithmetic; None of one that is not known."""
         settings = processor_settings(Path(self.folder))
-        known = None if settings is None else PictureSizes.of(json.loads(self.raw_config), settings)
-        return known if self.vision.kind != "lfm2_vl" else None  # its text is its processor's
+        return None if settings is None else PictureSizes.of(json.loads(self.raw_config), settings)
+
+    @property
+    def sizes(self) -> PictureSizes | None:
+        """The same, where the text that stands for a picture follows from it."""
+        return self.shapes if self.vision.kind != "lfm2_vl" else None  # its text is its processor's
 
     @cached_property
     def _processor(self) -> PictureProcessor:

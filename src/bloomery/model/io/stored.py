@@ -468,10 +468,13 @@ def vision_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _unread_parts(
-    all_tensors: Mapping[str, StoredTensor], text_tensors: Mapping[str, StoredTensor]
+    all_tensors: Mapping[str, StoredTensor],
+    text_tensors: Mapping[str, StoredTensor],
+    *,
+    sees: bool,
 ) -> list[str]:
-    """A line on what a multimodal model has beside its language model."""
-    unread_names = [name for name in all_tensors if name.startswith(VISION)]
+    """A line on what a multimodal model has beside its language model. `sees`: its tower is read, too."""
+    unread_names = [name for name in all_tensors if name.startswith(MTP if sees else VISION)]
     if len(all_tensors) == len(text_tensors) or not unread_names:
         return []
     parts = sorted(
@@ -481,7 +484,7 @@ def _unread_parts(
         }
     )
     unread = f"{counted(len(unread_names), 'tensors')} of {', '.join(parts)}"
-    return [f"{unread} are not read: it is opened as its language model"]
+    return [f"{unread} are not read" + ("" if sees else ": it is opened as its language model")]
 
 
 def dtype_of(folder: Path) -> "torch.dtype":
@@ -546,13 +549,18 @@ def stored_parameters(
 
 
 def read_headers(
-    folder: Path, config: ModelConfig, *, headless: bool = False, shared_head: bool = False
+    folder: Path,
+    config: ModelConfig,
+    *,
+    headless: bool = False,
+    shared_head: bool = False,
+    sees: bool = False,
 ) -> StoredParameters:
     """Where each parameter lies. Reads headers alone.
 
-    `headless`: the values head may be missing. `shared_head`: a head that the folder lacks is its embedding. Raises
-    UserError when another tensor is missing, unexpected, or of another shape than in the config, or no floating-point
-    numbers.
+    `sees`: what reads pictures is read, too, so that no note says otherwise. `headless`: the values head may be
+    missing. `shared_head`: a head that the folder lacks is its embedding. Raises UserError when another tensor is
+    missing, unexpected, or of another shape than in the config, or no floating-point numbers.
     """
     shapes = unstacked_shapes(config)
     locations = tensor_locations(config)
@@ -566,7 +574,7 @@ def read_headers(
     known_names = expected_names.union(expert_names(config))
     named = transformers_names(stored, known_names, embedding, where)
     tensors = dict(named.by_name)
-    notes = [*_unread_parts(all_tensors, stored), *named.notes]
+    notes = [*_unread_parts(all_tensors, stored, sees=sees), *named.notes]
     if (
         (folder / SINGLE).is_file()
         and (folder / INDEX).is_file()

@@ -17,6 +17,7 @@ from bloomery.plan.estimate.streaming import (
     ring_bytes,
     streamed_moments,
 )
+from bloomery.plan.estimate.towers import TowerMemory, with_pictures
 from bloomery.plan.types import MemoryEstimate, Origin
 
 # Half the interval of an estimate from shapes alone.
@@ -90,6 +91,8 @@ def document_lengths(length: int) -> int:
 def tensor_bytes(step: StepShape) -> dict[str, float]:
     """Bytes of live tensors at the peak, without allocator and runtime."""
     all_moments = moments(step) if step.stream == "off" else streamed_moments(step)
+    if step.pictures is not None:
+        all_moments = with_pictures(step, step.pictures, all_moments)
     return tensors_at(step, max(all_moments, key=lambda moment: moment.total))
 
 
@@ -123,9 +126,11 @@ def tensors_at(step: StepShape, moment: StepMoment) -> dict[str, float]:
     parts["logits"] = moment.logits
     if step.teacher is not None:
         parts["teacher"] = _teacher_bytes(step.teacher, step)
-    if step.tower_weights:  # in the dtype of products, but float32 where that is float16
-        tower_bytes = 4 if step.precision == "float16" else step.element_bytes
-        parts["vision tower"] = float(step.tower_weights * tower_bytes)
+    if step.pictures is not None:
+        tower = TowerMemory(step, step.pictures)
+        parts["vision tower"] = tower.weight_bytes
+        parts["optimizer"] += 0.0 if is_offloaded else tower.optimizer_bytes
+        parts["pictures"] = moment.pictures
     if step.reference != "none":
         parts["reference model"] = reference_bytes(step)
     if step.mixed:

@@ -33,10 +33,12 @@ class StepMoment:
     logits: float = 0.0
     copies: float = 0.0
     temporaries: float = 0.0
+    pictures: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.gradients + self.activations + self.logits + self.copies + self.temporaries
+        model = self.gradients + self.activations + self.logits + self.copies + self.temporaries
+        return model + self.pictures
 
 
 def moments(step: StepShape) -> Iterator[StepMoment]:

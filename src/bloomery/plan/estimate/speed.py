@@ -30,6 +30,7 @@ from bloomery.plan.estimate.operators import (
 )
 from bloomery.plan.estimate.states import TrainedLayer, TrainedModel
 from bloomery.plan.estimate.step import StepShape
+from bloomery.plan.estimate.towers import tower_flops
 from bloomery.plan.types import Estimate
 
 # Bytes moved per token and value of a width, forward and backward, in half precision: (eager, compiled).
@@ -90,7 +91,13 @@ FLASH_BACKWARD = 2.5
 QUADRATIC_BACKWARD = 2.0
 RULE_BACKWARD = 3.0  # of a delta net: the gradients of its products, which are computed once more
 FLOAT32_SHARE = 1 / 8  # of a GPU's rate in half precision, where the table has none of float32
-ON_DEVICE = ("matmul", "attention", "delta rules", "memory-bound")  # parts of a step
+ON_DEVICE = (
+    "matmul",
+    "attention",
+    "vision tower",
+    "delta rules",
+    "memory-bound",
+)  # parts of a step
 LAUNCHES = (110, 45)  # kernels of a layer and micro-batch, forward and backward: eager, compiled
 LAUNCH_SECONDS = 6e-6
 LAYER_INPUTS = "model.per_layer_model_projection.weight"  # makes what layers are given of tokens
@@ -176,6 +183,7 @@ class Work:
     # On a CPU: whether `between` and `update` are those of code that passes over memory once.
     streams: bool = False
     streams_update: bool = False
+    tower: float = 0.0  # FLOPs of what reads pictures
 
     def with_shard_of_update(self, shard: int) -> "Work":
         """The work of one of so many devices that update the parameters together."""
@@ -436,6 +444,13 @@ def work_of(
     kernels += sum(model.by_layer(lambda layer: rule_operators(step, layer)))
     return Work(
         products=products * tokens,
+        tower=0.0
+        if step.pictures is None
+        else tower_flops(
+            step.pictures,
+            sequences=tokens / step.sequence_length,
+            checkpointing=step.checkpointing,
+        ),
         streams=in_one_pass,
         streams_update=not step.on_gpu and step.optimizer == "adamw",
         by_kind=None if step.on_gpu else by_kind.times(tokens),
@@ -594,6 +609,10 @@ def step_parts(work: Work, rate: Rate) -> dict[str, Estimate]:
     if rate.products is not None and work.by_kind is not None:
         alone = work.by_kind.seconds_at(rate.products)
         parts["matmul"] = seconds(alone, 1.0, rate.product_share)
+    if work.tower:
+        wide = rate.products.wide if rate.products else rate.peak
+        share = rate.product_share if rate.products else rate.share
+        parts["vision tower"] = seconds(work.tower, wide, share)
     if work.rules:
         peak = rate.float32_peak or rate.peak * FLOAT32_SHARE
         parts["delta rules"] = seconds(work.rules, peak, rate.share)

@@ -4,12 +4,37 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bloomery.facts.config import ModelConfig
+from bloomery.facts.towers import Tower
 from bloomery.plan.estimate.mode import TrainingMode, setting_of
 from bloomery.plan.estimate.states import TrainedModel, element_bytes_of, weight_bytes_of
-from bloomery.plan.types import HostPlacement
+from bloomery.plan.types import HostPlacement, PictureLoad
+from bloomery.recipe.schema import VisionParts
 
 Stream = Literal["off", "layers", "experts"]
 ReferencePlace = Literal["none", "device", "host", "nf4"]  # nf4: on the device
+
+NO_PICTURES = PictureLoad()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPictures:
+    """The pictures of a step, and what reads them.
+
+    `weights`: numbers of all that reads them. `tower`: its sizes; None: not known, and only its weights count. `mean`,
+    `fullest`: of a sequence, for time and for memory. `train`: parts trained in full; `adapted`: with LoRA of `rank`.
+    `waiting_sequences`: of which a host has the pictures, those of the step and those read ahead. `both_ways`: tokens
+    of a picture attend to those after them.
+    """
+
+    weights: int
+    tower: Tower | None = None
+    mean: PictureLoad = NO_PICTURES
+    fullest: PictureLoad = NO_PICTURES
+    train: VisionParts = "none"
+    adapted: VisionParts = "none"
+    rank: int = 0
+    waiting_sequences: int = 0
+    both_ways: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +71,7 @@ class StepShape:
     stream_micro_batches: int = 1
     stream_host: HostPlacement = "pinned"
     loss_share: float = 1.0  # loss tokens over all tokens: for time; memory assumes all
-    tower_weights: int = 0  # numbers of a frozen vision tower
+    pictures: StepPictures | None = None
 
     @property
     def config(self) -> ModelConfig:
