@@ -1,6 +1,8 @@
 """Pictures in requests of three APIs become those of a chat, and what may not be read is refused before it is."""
 
 import json
+import subprocess
+import sys
 from base64 import b64encode
 from pathlib import Path
 
@@ -117,6 +119,23 @@ def read(address: str, folder: Path | None = None, *, before: int = 0) -> bytes:
         return intake.read(picture_reference(address, before + 1, folder), "").content
     finally:
         intake.close()
+
+
+def test_a_server_needs_no_pillow() -> None:
+    """Most models read text alone; a picture is refused with the command that installs it."""
+    script = f"""
+import sys
+sys.modules["PIL"] = None
+from bloomery.core.errors import UserError
+from bloomery.serve.pictures import PictureIntake
+try:
+    PictureIntake().read({URL!r}, "")
+except UserError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "pillow" in done.stdout and "install" in done.stdout
 
 
 class TestReading:

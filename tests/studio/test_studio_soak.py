@@ -2,12 +2,24 @@
 
 import os
 import sys
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
-from studio_for_tests import LOOKS, PATIENCE, TOKEN, click, shows, start_studio, studio_process
+from studio_for_tests import (
+    LOOKS,
+    PATIENCE,
+    TOKEN,
+    click,
+    make_run,
+    shows,
+    start_studio,
+    studio_process,
+)
 
-from bloomery.monitor.events import read_events
+from bloomery.data.pictures.thumbnails import write_thumbnail
+from bloomery.monitor.events import EventLog, RunEnded, Sampled, read_events
+from bloomery.report import write_report
 from bloomery.view.summary import summary_of
 from browser import Browser
 from models_for_tests import make_chat_model
@@ -125,6 +137,47 @@ def test_two_models_answer_one_prompt_and_one_is_exported(tmp_path: Path, browse
         assert browser.problems == []
     (exported,) = (tmp_path / "exports").iterdir()
     assert (exported / "model.safetensors").is_file()
+
+
+def test_samples_and_the_report_show_their_image(tmp_path: Path, browser: Browser) -> None:
+    """`BLOOMERY_PICTURES=FOLDER` keeps a picture of each view."""
+    prompts = (
+        ("receipt", receipt(), "What is the total?"),
+        ("wide", png(900, 240, "orange"), "Color?"),
+    )
+    with chdir(tmp_path):
+        run = make_run("pictures", end=RunEnded(step=40, status="finished"))
+        with EventLog(run / "events.jsonl") as log:
+            for step in (20, 40):
+                for name, content, text in prompts:
+                    image = write_thumbnail(content, f"{name}.png", run)
+                    answer = "The total is 23.50. " * 8 if name == "receipt" else "orange"
+                    log(Sampled(step=step, prompt=text, completion=answer, chat=True, image=image))
+    report = write_report(tmp_path / run)
+    kept = Path(os.environ.get("BLOOMERY_PICTURES", tmp_path))
+    samples = "[...document.querySelectorAll('.q-expansion-item')].find(one => one.innerText.startsWith('Samples'))"
+    with studio_process(tmp_path) as url:
+        browser.open(f"{url}?token={TOKEN}")
+        browser.open(f"{url}run/pictures")
+        browser.until(f"!!{samples}", PATIENCE)
+        browser.click(f"{samples}.querySelector('.q-item')")
+        browser.until(
+            "[...document.querySelectorAll('.studio-image')].filter((one) => one.naturalWidth).length >= 4"
+        )
+        for width, dark in LOOKS:
+            browser.look(width=width, dark=dark)
+            assert browser.overflow() == []
+            assert browser.faults() == []
+            browser.value(f"{samples}.scrollIntoView()")
+            browser.picture(kept / f"studio-samples-{width}-{'dark' if dark else 'light'}.png")
+        assert browser.problems == []
+    for width, dark in LOOKS:
+        browser.look(width=width, dark=dark)
+        browser.open(report.absolute().as_uri())
+        browser.value("document.querySelector('.pictured').scrollIntoView({block: 'center'})")
+        assert browser.overflow() == []
+        browser.picture(kept / f"report-samples-{width}-{'dark' if dark else 'light'}.png")
+    assert browser.problems == []
 
 
 def test_a_picture_is_dropped_on_the_chat(tmp_path: Path, browser: Browser) -> None:

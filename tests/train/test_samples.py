@@ -69,7 +69,13 @@ def plan_of(prepared, objective=None, prompts=(ASKED,), **sections):
 
 def opened_prompts(plan, tokenizer):
     reads_text = plan.objective.spec.reads_text
-    return open_prompts(plan.sample.prompts, tokenizer, plan.data.prepared, reads_text=reads_text)
+    return open_prompts(
+        plan.sample.prompts,
+        tokenizer,
+        plan.data.prepared,
+        reads_text=reads_text,
+        run_dir=plan.data.prepared,
+    )
 
 
 def test_a_prompt_is_put_as_a_question_as_transformers_puts_it(talks):

@@ -460,6 +460,7 @@ def _evaluate(
 
     # A sample with a penalty for repetition, since a model this small repeats itself.
     prompt = plan.sample.prompts[0]
+    assert isinstance(prompt, str), "the demo's recipe has texts alone"
     sampling = Sampling(
         max_new_tokens=96, temperature=0.7, top_p=0.95, repetition_penalty=1.15, seed=0
     )

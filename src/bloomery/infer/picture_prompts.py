@@ -3,7 +3,6 @@
 T tokens of a piece, N of them of pictures.
 """
 
-import base64
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,12 +13,9 @@ from torch import Tensor
 
 from bloomery.core.device import sent
 from bloomery.core.errors import UserError
-from bloomery.core.files import read_input
-from bloomery.data.examples import BadRow
 from bloomery.data.pictures.batches import changed_inputs
 from bloomery.data.pictures.encoder import PictureEncoder, VisionSource
 from bloomery.data.pictures.prompts import PicturePrompt
-from bloomery.data.pictures.references import MAX_BYTES, OWN_DATA
 from bloomery.facts.picture_sizes import PROCESSOR_FILES
 from bloomery.facts.pictures import vision_of
 from bloomery.infer.forward import refuse_other_number
@@ -151,11 +147,6 @@ class Eyes:
 
     def reference(self, path: Path) -> str:
         """A data URL of a file's picture as it is now, for `Message.pictures`. Raises UserError."""
-        content = base64.b64encode(read_input(path, MAX_BYTES)).decode("ascii")
-        try:
-            (picture,) = self.encoder.encode([OWN_DATA + content], str(path))
-        except BadRow as error:
-            problem = "the file " + error.reason.removeprefix("holds a picture that ")
-            raise UserError(problem, where=str(path), fix="choose another image") from error
+        reference = self.encoder.reference(path)
         self.open()
-        return OWN_DATA + base64.b64encode(picture.content).decode("ascii")
+        return reference

@@ -178,11 +178,18 @@ class Sampled(Event):
     completion: str
     # The prompt was a user message in the chat template; otherwise the completion continues its text.
     chat: bool = False
+    image: str = ""  # before the prompt: a small copy of it, as a path in the run folder
 
     @property
     def whole(self) -> str:
         """Prompt and completion as text."""
         return f"{self.prompt}\n{self.completion}" if self.chat else self.prompt + self.completion
+
+    @property
+    def titled(self) -> str:
+        """`whole`, after the name of its image, where no image can be shown."""
+        name = self.image.rpartition("/")[2]
+        return f"[{name}] {self.whole}" if name else self.whole
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -172,7 +172,8 @@ def log_line(event: Event) -> str:
                 figures += f"  {bits}"
             return f"evaluation at step {event.step}  {figures}{listed(event.metrics)}"
         case Sampled():
-            return f"sample {event.prompt!r} -> {event.completion!r}"
+            image = f"{event.image} " if event.image else ""
+            return f"sample {image}{event.prompt!r} -> {event.completion!r}"
         case Saved():
             best = ", the best so far" if event.best else ""
             kind = "weights" if event.weights_only else "checkpoint"

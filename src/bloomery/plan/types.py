@@ -22,6 +22,7 @@ from bloomery.recipe.schema import (
     Adapter,
     AnyObjective,
     AssumedNetwork,
+    ImagePrompt,
     NoAdapter,
     OptimizerKind,
     PipelineSchedule,
@@ -383,7 +384,7 @@ class EvalPlan(PlanPart):
 
 
 class SamplePlan(PlanPart):
-    prompts: tuple[str, ...]
+    prompts: tuple[str | ImagePrompt, ...]
     max_new_tokens: int
     temperature: float
     top_p: float

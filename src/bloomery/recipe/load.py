@@ -605,6 +605,8 @@ def _file_of_function(value: str, folder: Path) -> str:
 _PATHS: tuple[tuple[tuple[str, ...], Callable[[str, Path], str]], ...] = (
     (("data", "path"), _path_or_hub_id),
     (("data", "sources", "*", "path"), _path_or_hub_id),
+    (("data", "pictures"), _absolute),
+    (("data", "sources", "*", "pictures"), _absolute),
     (("data", "prepared"), _absolute),
     (("data", "validation"), _absolute_or_split),
     (("logging", "trackers", "command"), _found_from_anywhere),
@@ -613,6 +615,7 @@ _PATHS: tuple[tuple[tuple[str, ...], Callable[[str, Path], str]], ...] = (
     (("tokenizer", "from"), _local_or_name),
     (("data", "chat", "template"), _local_or_name),
     (("objective", "teacher"), _local_or_name),
+    (("sample", "prompts", "*", "image"), _absolute),
     (("rewards", "*", "python"), _file_of_function),
     (("rewards", "*", "model"), _local_or_name),
 )

@@ -694,11 +694,18 @@ class Eval(Section):
     )
 
 
+class ImagePrompt(Section):
+    image: FilePath = Field(description="Image before the text.")
+    text: str = Field(description="Question about the image.")
+
+
 class Sample(Section):
     """Texts that the model generates at every evaluation."""
 
-    prompts: list[str] = key(
-        [], "Prompts that the model completes or answers at every evaluation.", ["def main():"]
+    prompts: list[str | ImagePrompt] = key(
+        [],
+        "Prompts that the model completes or answers at every evaluation.",
+        ["def main():", {"image": "receipt.png", "text": "What is the total?"}],
     )
     max_new_tokens: PositiveInt = key(200, "Longest completion in tokens.")
     temperature: NonNegativeFloat = key(0.8, "Sampling temperature; 0: greedy.")

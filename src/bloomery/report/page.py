@@ -17,6 +17,7 @@ from bloomery.core.units import (
     format_joules,
     format_seconds,
 )
+from bloomery.data.pictures.thumbnails import shown_thumbnail
 from bloomery.hardware.profile import build_profile
 from bloomery.monitor.events import CPU_DEVICE, DeviceStats, TaskDone
 from bloomery.monitor.words import figure, number_format_of, with_interval
@@ -553,6 +554,12 @@ def _samples(record: RunRecord) -> dict[str, Any]:
         "samples": [
             (f"step {at:,}", [s for s in record.samples if s.step == at]) for at in reversed(shown)
         ],
+        # Once on the page, however many steps show it.
+        "sample_images": {
+            place: image
+            for place in dict.fromkeys(s.image for s in record.samples if s.step in shown)
+            if (image := shown_thumbnail(record.folder, place)) is not None
+        },
         "samples_left_out": f"{left_out:,}" if left_out else "",
     }
 

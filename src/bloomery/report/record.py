@@ -137,7 +137,11 @@ def read_run_record(folder: Path) -> RunRecord:
     recipe = folder / "recipe.yaml"
     machine = _read(folder / "machine.json", Machine)
     # Of a repeated step, and of a task that was scored again, the last event counts.
-    samples = {(event.step, event.prompt): event for event in events if isinstance(event, Sampled)}
+    samples = {
+        (event.step, event.prompt, event.image): event
+        for event in events
+        if isinstance(event, Sampled)
+    }
     tasks = {(e.task, e.metric, e.against, e.step): e for e in events if isinstance(e, TaskDone)}
     return RunRecord(
         folder=folder,

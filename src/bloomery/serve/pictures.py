@@ -7,8 +7,7 @@ from urllib.parse import urlsplit
 
 from bloomery.data.examples import BadRow
 from bloomery.data.pictures.reader import Picture, PictureReader
-from bloomery.data.pictures.references import DATA_URL, located, reference_of
-from bloomery.data.pictures.sandbox_worker import MAX_PIXELS
+from bloomery.data.pictures.references import DATA_URL, MAX_PIXELS, located, reference_of
 from bloomery.serve.limits import Limits, Refused
 
 MOST_PIXELS = 2 * MAX_PIXELS  # of a request's pictures together: 240 MB as bytes

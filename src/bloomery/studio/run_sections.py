@@ -8,6 +8,7 @@ from typing import Any, final
 from nicegui import ui
 
 from bloomery.core.text import redact_secrets
+from bloomery.data.pictures.thumbnails import Shown, shown_thumbnail
 from bloomery.monitor.events import Sampled
 from bloomery.plan.types import RunPlan
 from bloomery.report.rewards import ShownCompletion, shown_completions
@@ -63,9 +64,14 @@ def drawers_of(opened: OpenRun) -> list[Drawer]:
     """What a run has besides figures, charts and events."""
     folder = opened.reader.folder
 
-    def samples() -> list[Sampled]:
+    images: dict[str, Shown | None] = {}
+
+    def samples() -> list[tuple[Sampled, Shown | None]]:
         with opened.lock:
-            return list(opened.view.samples)
+            samples = list(opened.view.samples)
+        for place in {sample.image for sample in samples} - images.keys():
+            images[place] = shown_thumbnail(folder, place)
+        return [(sample, images[sample.image]) for sample in samples]
 
     return [
         Drawer("Samples", samples, _draw_samples, follows=True),
@@ -85,13 +91,26 @@ def _draw_text(text: str) -> None:
     ui.label(text).classes("studio-text")
 
 
-def _draw_samples(samples: Sequence[Sampled]) -> None:
+def _draw_samples(samples: Sequence[tuple[Sampled, Shown | None]]) -> None:
     """The newest first; a prompt that is sampled at every evaluation shows how the model changes."""
     if not samples:
         ui.label("none yet: set sample.prompts in the recipe").classes("opacity-75")
-    for sample in reversed(samples):
+    for sample, image in reversed(samples):
         ui.label(f"step {sample.step:,}").classes("text-xs opacity-75")
-        ui.label(redact_secrets(sample.whole)).classes("studio-text pb-2")
+        if not sample.image:
+            ui.label(redact_secrets(sample.whole)).classes("studio-text pb-2")
+            continue
+        with ui.row().classes("w-full gap-3 items-start pb-2"):
+            if image is None:
+                ui.label(f"{sample.image} is missing").classes("opacity-75")
+            else:
+                _draw_image(image, sample.image)
+            ui.label(redact_secrets(sample.whole)).classes("studio-text studio-beside")
+
+
+def _draw_image(image: Shown, name: str) -> None:
+    element = ui.element("img").classes("studio-image")
+    element.props.update(src=image.url, alt=name, width=image.width, height=image.height)
 
 
 def _draw_completions(rollouts: Sequence[tuple[str, Sequence[ShownCompletion]]]) -> None:

@@ -235,6 +235,7 @@ def open_run_dataset(
         tokenizer,
         data.prepared,
         reads_text=plan.objective.spec.reads_text,
+        run_dir=run_dir,
     )
     identity = read_identity(run_dir)
     run = "" if identity is None else identity.run

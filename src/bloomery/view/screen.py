@@ -278,7 +278,7 @@ def _samples(run: RunView, width: int, num_lines: int) -> list[str]:
     lines: list[str] = []
     samples = [*run.samples][-_SAMPLES if num_lines >= _SAMPLES * 5 else -1 :]
     for sample in samples:
-        sample_lines = sample.whole.expandtabs(4).splitlines()
+        sample_lines = sample.titled.expandtabs(4).splitlines()
         parts: list[str] = []
         for line in sample_lines:
             parts += [*chop_cells(line, max(width - _TITLE, 10))] or [""]

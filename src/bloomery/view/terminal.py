@@ -311,7 +311,7 @@ class PlainView:
                 self._print_phase(event)
             case Sampled():  # the first lines as they are, long ones cut
                 columns = self._width - TITLE
-                text = event.whole.expandtabs(4).splitlines()[:_SAMPLE_LINES]
+                text = event.titled.expandtabs(4).splitlines()[:_SAMPLE_LINES]
                 cut = [line if len(line) <= columns else line[: columns - 1] + "…" for line in text]
                 for line in titled("sample", *cut) if cut else ():
                     self._write(line)

@@ -1,5 +1,6 @@
 """Pictures of an example as a model takes them: their bytes, and the text that stands for each."""
 
+import base64
 import hashlib
 import json
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, final
 
 from bloomery.core.errors import UserError
+from bloomery.core.files import read_input
 from bloomery.data.examples import BadRow
 from bloomery.data.pictures.processor import (
     TEXTS,
@@ -19,6 +21,7 @@ from bloomery.data.pictures.processor import (
 )
 from bloomery.data.pictures.prompts import PromptMaker
 from bloomery.data.pictures.reader import Picture, PictureReader
+from bloomery.data.pictures.references import MAX_BYTES, OWN_DATA
 from bloomery.facts.picture_sizes import (
     PROCESSOR_FILES,
     PictureSizes,
@@ -186,6 +189,16 @@ class PictureEncoder:
             EncodedPicture(picture.content, text)
             for picture, text in zip(pictures, texts, strict=True)
         ]
+
+    def reference(self, path: Path) -> str:
+        """A data URL of a file's picture as it is now, for `Message.pictures`. Raises UserError."""
+        content = base64.b64encode(read_input(path, MAX_BYTES)).decode("ascii")
+        try:
+            (picture,) = self.encode([OWN_DATA + content], str(path))
+        except BadRow as error:
+            problem = "the file " + error.reason.removeprefix("holds a picture that ")
+            raise UserError(problem, where=str(path), fix="choose another image") from error
+        return OWN_DATA + base64.b64encode(picture.content).decode("ascii")
 
     def prompt(self, ids: Sequence[int], contents: Sequence[bytes]) -> list[int]:
         """The ids with what the tower is given of pictures, as `encode` returned them. Raises UserError."""

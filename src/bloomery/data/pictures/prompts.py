@@ -6,7 +6,7 @@ T tokens of the prompt.
 import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -67,6 +67,11 @@ class PicturePrompt(list[int]):
     def num_bytes(self) -> int:
         """Of what the tower is given."""
         return sum(each.nbytes for picture in self.pictures for each in picture.inputs.values())
+
+    def unread(self) -> "PicturePrompt":
+        """The same prompt for a model whose tower has changed since it read this one."""
+        pictures = [replace(picture, features=None) for picture in self.pictures]
+        return PicturePrompt(self, pictures, axes=self.axes, is_whole=self.is_whole)
 
     def whole_until(self, end: int) -> int:
         """The first place from `end` on at which the prompt can be divided."""

@@ -2,10 +2,13 @@
 
 import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import final
 
 from bloomery.core.child import Child
+from bloomery.core.errors import UserError
+from bloomery.core.extras import install_extra
 from bloomery.data.examples import BadRow
 from bloomery.data.pictures.references import encoded_bytes
 
@@ -36,7 +39,7 @@ class PictureReader:
         self._child: Child | None = None
 
     def read(self, reference: str, where: str) -> Picture:
-        """A located reference. Raises BadRow."""
+        """A located reference. Raises BadRow, and UserError without pillow."""
         content = encoded_bytes(reference, where)
         child = self._child or self._start()
         answer = child.ask({}, content, seconds=WALL_SECONDS)
@@ -60,6 +63,11 @@ class PictureReader:
             child.close()
 
     def _start(self) -> Child:
+        """Raises UserError where nothing is installed that decodes pictures."""
+        if find_spec("PIL") is None:
+            raise UserError(
+                "pillow, which decodes pictures, is not installed", fix=install_extra("hf")
+            )
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         paths = (str(_SOURCES), os.environ.get("PYTHONPATH", ""))
         environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUTF8": "1"}

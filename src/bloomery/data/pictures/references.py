@@ -15,6 +15,7 @@ from bloomery.data.examples import BadRow, kind_of
 from bloomery.facts.columns import PICTURE_SUFFIXES, is_empty
 
 MAX_BYTES = 32 * MIB  # of one picture, encoded
+MAX_PIXELS = 40_000_000  # before decoding: 120 MB of RGB
 DATA_URL = re.compile(r"data:[\w/+.;=-]{0,100}?;base64,", re.ASCII | re.IGNORECASE)
 OWN_DATA = "data:;base64,"  # how bytes of a table are kept until they are read
 # Types of parts that are pictures: transformers' and TRL's, OpenAI's Chat Completions and Responses.

@@ -12,11 +12,11 @@ from typing import NoReturn
 from PIL import Image, ImageOps
 
 from bloomery.core.child import accept, reply, requests
+from bloomery.data.pictures.references import MAX_PIXELS
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 # Written by cameras, browsers and programs as they are; others are written anew.
 KEPT_FORMATS = ("JPEG", "PNG", "WEBP")
-MAX_PIXELS = 40_000_000  # before decoding: 120 MB of RGB
 MAX_RATIO = 200  # of the sides: processors refuse more
 MEMORY_BYTES = 3 * 2**30
 CPU_SECONDS = 10.0  # for one picture

@@ -147,7 +147,9 @@ def row_of(example: Example) -> tuple[str | list[dict[str, Any]], dict[str, Any]
         return example.prompt, example.columns
     turns = [
         as_turn(
-            replace(turn, content=turn.content.replace(PICTURE, MARK)) if turn.pictures else turn
+            replace(turn, content=turn.content.replace(PICTURE, MARK), pictures=())
+            if turn.pictures
+            else turn
         )
         for turn in example.prompt
     ]

@@ -9,7 +9,11 @@ import torch
 
 from bloomery.core.errors import UserError
 from bloomery.data.chat.render import chat_format
-from bloomery.data.examples import Message
+from bloomery.data.examples import PICTURE, Message
+from bloomery.data.pictures.encoder import PictureEncoder, saved_vision
+from bloomery.data.pictures.prompts import PicturePrompt
+from bloomery.data.pictures.references import encoded_bytes
+from bloomery.data.pictures.thumbnails import write_thumbnail
 from bloomery.data.shards import DOCUMENTS_PER_UNIT, Split, open_split, read_manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.infer.decode import sample_tokens
@@ -18,6 +22,7 @@ from bloomery.infer.sampling import Sampling, known_ids
 from bloomery.model.decoder import Decoder
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.types import SamplePlan, TrainPlan
+from bloomery.recipe.schema import ImagePrompt
 
 CHARACTERS_SHOWN = 2000
 # Greedy decoding repeats itself in small models.
@@ -101,32 +106,75 @@ def readable_text(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 @dataclass(frozen=True)
 class SamplePrompts:
-    """`sample.prompts` with their ids; `ends`, `stops`: tokens and texts that end a completion; `answers`: a chat."""
+    """`sample.prompts` with their ids; `ends`, `stops`: tokens and texts that end a completion; `answers`: a chat.
+
+    `images`: of each prompt the small copy of its image in the run folder, "" without one; empty where none has one.
+    """
 
     texts_and_ids: tuple[tuple[str, list[int]], ...]
+    images: tuple[str, ...] = ()
     ends: tuple[int, ...] = ()
     stops: tuple[str, ...] = ()
     answers: bool = False
 
 
 def open_prompts(
-    prompts: Sequence[str], tokenizer: Tokenizer, prepared: Path, *, reads_text: bool
+    prompts: Sequence[str | ImagePrompt],
+    tokenizer: Tokenizer,
+    prepared: Path,
+    *,
+    reads_text: bool,
+    run_dir: Path,
 ) -> SamplePrompts:
     """Encode the prompts: as user turns with the chat template where the run trains on conversations, else as text.
 
-    `reads_text`: whether the objective trains on plain text. Raises UserError for a prompt that the template rejects.
+    `reads_text`: whether the objective trains on plain text. Small copies of images are written into `run_dir`. Raises
+    UserError for a prompt that the template rejects, and for an image that cannot be read, or that the model would not
+    see.
     """
-    if not prompts or reads_text or not read_manifest(prepared).turns:
-        return SamplePrompts(tuple((prompt, tokenizer.encode_prompt(prompt)) for prompt in prompts))
+    is_chat = bool(prompts) and not reads_text and read_manifest(prepared).turns
+    has_images = any(isinstance(prompt, ImagePrompt) for prompt in prompts)
+    source = saved_vision(prepared) if has_images and is_chat else None
+    if has_images and source is None:
+        raise UserError(
+            "a prompt has an image, and the run trains on no conversations with pictures: its model reads text alone",
+            where="sample.prompts",
+            fix="remove the image, or train a vision-language model on conversations with pictures",
+        )
+    if not is_chat:
+        texts = [_text_of(prompt) for prompt in prompts]
+        return SamplePrompts(tuple((text, tokenizer.encode_prompt(text)) for text in texts))
+    encoder = None if source is None else PictureEncoder(source)
     try:
-        with chat_format(tokenizer, None) as form:
-            questions = tuple(
-                (prompt, form.encode([Message("user", prompt)])) for prompt in prompts
+        with chat_format(tokenizer, None, encoder) as form:
+            questions = list[tuple[str, list[int]]]()
+            images = list[str]()
+            for prompt in prompts:
+                if isinstance(prompt, str):
+                    message = Message("user", prompt)
+                    images.append("")
+                else:
+                    assert encoder is not None
+                    reference = encoder.reference(Path(prompt.image))
+                    content = encoded_bytes(reference, prompt.image)
+                    images.append(write_thumbnail(content, prompt.image, run_dir))
+                    text = PICTURE + prompt.text.replace(PICTURE, "")
+                    message = Message("user", text, pictures=(reference,))
+                questions.append((_text_of(prompt), form.encode([message])))
+            return SamplePrompts(
+                tuple(questions),
+                tuple(images) if has_images else (),
+                form.stop_ids,
+                form.stop_strings,
+                answers=True,
             )
-            return SamplePrompts(questions, form.stop_ids, form.stop_strings, answers=True)
     except UserError as error:
         fix = "set sample.prompts to questions that the template accepts, or to []"
         raise UserError(error.problem, where=f"sample.prompts, {error.where}", fix=fix) from error
+
+
+def _text_of(prompt: str | ImagePrompt) -> str:
+    return prompt if isinstance(prompt, str) else prompt.text
 
 
 def samples(
@@ -153,7 +201,9 @@ def samples(
     # Compiled, each new length would be recompiled.
     eager = torch.compiler.set_stance("force_eager")
     with eval_mode(model), precision_context(train.precision, train.device), eager:
-        for prompt, ids in prompts.texts_and_ids:
+        for prompt, prompt_ids in prompts.texts_and_ids:
+            # What the tower made of a picture at an earlier step is not what it makes of it now.
+            ids = prompt_ids.unread() if isinstance(prompt_ids, PicturePrompt) else prompt_ids
             completion = list(sample_tokens(model, ids, sampling, agree=agree))
             yield prompt, text_until(tokenizer.decode(completion), prompts.stops)
 

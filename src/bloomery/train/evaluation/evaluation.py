@@ -206,8 +206,15 @@ def evaluate_and_sample(context: RunContext) -> None:
             # A second attempt begins at the first prompt.
             if number == num_sampled:
                 num_sampled += 1
+                images = context.prompts.images
                 context.emit(
-                    Sampled(step=step, prompt=prompt, completion=text, chat=context.prompts.answers)
+                    Sampled(
+                        step=step,
+                        prompt=prompt,
+                        completion=text,
+                        chat=context.prompts.answers,
+                        image=images[number] if images else "",
+                    )
                 )
 
     try:
