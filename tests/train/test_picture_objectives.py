@@ -282,3 +282,31 @@ def test_two_ranks_of_which_one_has_no_picture_train_as_one(kind, tmp_path):
     alone, many = train(plan, tmp_path / "one"), train(two, tmp_path / "many")
     assert losses(many).keys() == {1, 2, 3, 4}
     assert losses(many) == pytest.approx(losses(alone), rel=0, abs=1e-5)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("kind", "objective", "rows"),
+    [
+        ("gemma3", Sft(kind="sft"), ROWS),
+        ("gemma4", Sft(kind="sft"), ROWS),
+        ("qwen3_vl", Preference(kind="dpo", beta=BETA), PAIRS * 6),
+    ],
+)
+def test_compiled_layers_lose_the_same(kind, objective, rows, tmp_path):
+    prepared = prepared_rows(tmp_path, rows, kind=kind, weights=True, objective=objective.kind)
+    steps = {"steps": 3, "micro_batch_size": 1, "accumulation": 3, "tokens_per_step": 768}
+    by_mode = [
+        Run(
+            plan_of(
+                tmp_path,
+                prepared,
+                objective=objective,
+                train={**steps, "compile": is_compiled},
+                eval={"every_steps": None},
+            ),
+            tmp_path / f"run-{is_compiled}",
+        ).losses()
+        for is_compiled in (False, True)
+    ]
+    assert by_mode[1] == pytest.approx(by_mode[0], rel=1e-5)

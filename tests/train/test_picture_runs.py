@@ -83,8 +83,9 @@ def test_a_run_learns_what_it_sees_and_nothing_where_all_look_alike(tmp_path, ro
 @pytest.mark.parametrize(
     ("section", "changes", "named"),
     [
-        ("train", {"compile": True}, "train.compile"),
         ("train", {"stream": "layers"}, "parallel.stream"),
+        ("train", {"pipeline": 2}, "parallel.pipeline"),
+        ("train", {"context": 2}, "parallel.context"),
         ("", {"objective": Reward(kind="reward")}, "reward without an adapter"),
     ],
 )

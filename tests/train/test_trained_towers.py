@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import PeftModel
 from plans_for_tests import tiny_plan
-from runs_of_the_loop import Run, resumed_bitwise
+from runs_of_the_loop import Run, assert_resumes_bitwise, resumed_bitwise
 from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoModelForImageTextToText
@@ -55,7 +55,7 @@ def plan_of(folder, prepared, *, vision=None, adapter=None, **sections):
     rates = {"learning_rate": 0.005, "projector_learning_rate": 0.01}
     return plan.model_copy(
         update={
-            "adapter": NoAdapter() if adapter is None else Lora(**LORA, **adapter),
+            "adapter": NoAdapter() if adapter is None else Lora(**LORA | adapter),
             "vision": VisionPlan(**rates | (vision or {})),
         }
     )
@@ -264,14 +264,12 @@ def test_a_first_update_is_as_large_as_the_learning_rate_of_its_part(tmp_path):
     assert largest == pytest.approx({"tower": 2e-4, "projector": 5e-3, "text": 1e-3}, rel=1e-3)
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", ["first stage", "lora on the tower, projector in full", "all"])
-def test_ranks_of_which_not_all_have_pictures_train_as_one(name, tmp_path):
+def one_and_two_ranks(folder, *, kind="smolvlm", axis="replicate", **sections):
+    """A run of three steps on rows of which a few have pictures, on one rank and on two, must be the same."""
     rows = [row(RED, TEXT, answer="red"), *[row(TEXT, answer=f"none {n}") for n in range(3)]] * 3
-    prepared = prepared_rows(tmp_path, rows, kind="smolvlm", weights=True)
-    sections = RUNS[name][0] if name in RUNS else ADAPTERS[name]
+    prepared = prepared_rows(folder, rows, kind=kind, weights=True)
     plan = plan_of(
-        tmp_path,
+        folder,
         prepared,
         **sections
         | {"train": {**STEPS, "steps": 3, "accumulation": 2, "tokens_per_step": 512}}
@@ -284,14 +282,66 @@ def test_ranks_of_which_not_all_have_pictures_train_as_one(name, tmp_path):
     ]
     assert [True, False] in with_pictures
     assert [False, False] in with_pictures, "the first stage: nothing has a gradient"
-    one = train(plan, tmp_path / "one")
-    two = train(on_ranks(plan, replicate=2), tmp_path / "two")
+    one = train(plan, folder / "one")
+    two = train(on_ranks(plan, **{axis: 2}), folder / "two")
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)
     last = "checkpoints/step-00000003"
-    files = [each.name for each in (tmp_path / "one" / last).glob("*model*.safetensors")]
-    for file in files:
-        ours, theirs = (load_file(tmp_path / each / last / file) for each in ("one", "two"))
-        assert ours.keys() == theirs.keys()
-        for key, tensor in ours.items():
-            assert_close(theirs[key], tensor, atol=1e-5, rtol=1e-4)
-    assert files
+    ours, theirs = {}, {}
+    for tensors, run in ((ours, "one"), (theirs, "two")):
+        for file in (folder / run / last).glob("*model*.safetensors"):
+            tensors |= load_file(file)
+    assert ours.keys() == theirs.keys() and ours
+    for name, tensor in ours.items():
+        assert_close(theirs[name], tensor, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.soak
+def test_layers_are_compiled_while_a_tower_is_trained(tmp_path):
+    prepared = prepared_rows(tmp_path, ROWS, kind="qwen3_vl", weights=True)
+    by_mode = [
+        Run(
+            plan_of(
+                tmp_path,
+                prepared,
+                vision={"train": "all"},
+                train={**STEPS, "compile": is_compiled},
+            ),
+            tmp_path / f"run-{is_compiled}",
+        ).losses()
+        for is_compiled in (False, True)
+    ]
+    assert by_mode[1] == pytest.approx(by_mode[0], rel=1e-5)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", ["first stage", "lora on the tower, projector in full", "all"])
+def test_ranks_of_which_not_all_have_pictures_train_as_one(name, tmp_path):
+    one_and_two_ranks(tmp_path, **(RUNS[name][0] if name in RUNS else ADAPTERS[name]))
+
+
+UPPER_LAYER = {"target_modules": ["layers.1.self_attn.q_proj"], "vision": "tower"}
+
+
+@pytest.mark.soak
+def test_shards_resume_to_the_same_bits(tmp_path):
+    prepared = prepared_rows(tmp_path, ROWS, kind="smolvlm", weights=True)
+    train_plan = {**STEPS, "steps": 4, "accumulation": 2, "tokens_per_step": 512}
+    sections = {"train": train_plan, "checkpoint": {"every_steps": 2}}
+    plan = plan_of(tmp_path, prepared, vision={"train": "all"}, **sections)
+    assert_resumes_bitwise(on_ranks(plan, shard=2), tmp_path)
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize(
+    ("kind", "sections"),
+    [
+        ("smolvlm", {"vision": FIRST_STAGE}),
+        ("qwen3_vl", {}),
+        ("smolvlm", {"adapter": {}}),
+        ("qwen3_vl", {"vision": {"train": "all"}}),
+        ("smolvlm", {"adapter": UPPER_LAYER}),
+        ("smolvlm", {"vision": {"train": "projector"}, "adapter": {"vision": "tower"}}),
+    ],
+)
+def test_shards_train_as_one_with_a_tower_on_every_rank(kind, sections, tmp_path):
+    one_and_two_ranks(tmp_path, kind=kind, axis="shard", **sections)

@@ -334,6 +334,8 @@ class Backbone(nn.Module):
         # weight (`compiled_scores.RowsOf`). No hook sees that gradient: off where somebody waits for one.
         self.adds_rows = False
         self.axes: PositionAxes | None = None  # of a model that sees pictures
+        # Whether backward passes all layers where no picture was seen, too: FSDP2 gathers weights for it, on all ranks.
+        self.backward_in_full = False
         self.embed_tokens = blank_embedding(config.vocab_size, config.hidden_size)
         if config.positions == "learned":
             self.embed_positions = blank_embedding(config.max_positions, config.hidden_size)
@@ -455,6 +457,8 @@ class Backbone(nn.Module):
                 x_BTD = self.embed(tokens_BT, positions)
                 if pictures is not None:
                     x_BTD = pictures.in_place_of_tokens(x_BTD)
+                if self.backward_in_full and torch.is_grad_enabled() and not x_BTD.requires_grad:
+                    x_BTD = x_BTD.requires_grad_()
                 if self.config.per_layer_input_size:
                     inner_BT = tokens_BT
                     if pictures is not None:

@@ -189,8 +189,8 @@ def facts_of(
         unrun=()
         if start is None
         else (
-            *_unrun_programs(start, config, sees=_sees(dataset)),
-            *_reading_notes(start, config, sees=_sees(dataset)),
+            *_unrun_programs(start, config, sees=sees_pictures(dataset)),
+            *_reading_notes(start, config, sees=sees_pictures(dataset)),
         ),
         reward_models=tuple(config for config in reward_models if config is not None),
     )
@@ -247,7 +247,7 @@ def _reward_model(name: str) -> ModelConfig | None:
     return config
 
 
-def _sees(dataset: DatasetFacts | None) -> bool:
+def sees_pictures(dataset: DatasetFacts | None) -> bool:
     """Whether the model's tower is read: for a dataset with pictures."""
     return dataset is not None and dataset.tower_weights > 0
 

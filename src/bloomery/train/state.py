@@ -19,7 +19,7 @@ from bloomery.model.adapters.lora import adapt, adapt_tower, tower_pairs
 from bloomery.model.adapters.peft_methods import PeftAdapter, method_config
 from bloomery.model.adapters.settings import Base, adaptation, base_of
 from bloomery.model.adapters.tower import read_tower_adapter
-from bloomery.model.decoder import VALUE_HEAD, Decoder
+from bloomery.model.decoder import VALUE_HEAD, Backbone, Decoder
 from bloomery.model.io.weights import init_weights, quantize_model
 from bloomery.model.vision import load_tower, read_trained_tower
 from bloomery.parallel.apply import apply, checkpoint_block
@@ -339,6 +339,9 @@ def add_vision(model: Decoder, plan: RunPlan) -> dict[str, float]:
     for index, block in enumerate(tower.blocks if tower.trained else ()):
         checkpoint_block(block, plan.train.activation_checkpointing, index=index)
     model.see(tower)
+    if tower.trained and plan.train.shard > 1:
+        assert isinstance(model.model, Backbone)
+        model.model.backward_in_full = True
     return {
         name: plan.vision.projector_learning_rate
         if is_projector(source.vision.kind, name)
@@ -365,15 +368,24 @@ def refuse_pictures(plan: RunPlan) -> None:
     # A checkpoint of the whole model has no place for the head of a reward model.
     gives_values = plan.objective.spec.values and isinstance(plan.adapter, NoAdapter)
     reads_text = any(isinstance(each, ModelReward) for each in plan.rewards)
+    # A second model, and completions, would have to see them, too.
+    spec = plan.objective.spec
+    sees_alone = not (spec.reference or kind == "distill" or spec.source == "rollouts")
     off = "turn it off"
     excluded = {
         f"objective.kind={kind} without an adapter": (gives_values, "set adapter={kind: lora}"),
         "a reward model, which reads text": (reads_text, "score with functions or verifiers"),
         "parallel.pipeline": (train.pipeline > 1, off),
-        "parallel.shard": (train.shard > 1, "set parallel.replicate"),
+        f"parallel.shard with objective.kind={kind}": (
+            train.shard > 1 and not sees_alone,
+            "set parallel.shard=1",
+        ),
         "parallel.context": (train.context > 1, off),
         "parallel.stream": (train.stream != "off", off),
-        "train.compile": (train.compile, off),
+        f"train.compile with objective.kind={kind}": (
+            train.compile and spec.source == "rollouts",
+            off,
+        ),
     }
     for key, (is_excluded, fix) in excluded.items():
         if is_excluded:
