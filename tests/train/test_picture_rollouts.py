@@ -73,32 +73,47 @@ def recipe(tmp_path_factory):
     return write_recipe(tmp_path_factory.mktemp("seen"), "qwen3_vl")
 
 
-def sampled_logps(base, prepared, row, color):
-    """Of a completion, by transformers, after a prompt of which the picture has this color."""
-    source = saved_vision(prepared)
+def trained(recipe, folder, *edits):
+    """Events and the folder of a run whose answers have no token of a picture: transformers would take it for one."""
+    token = saved_vision(recipe / "prepared").vision.image_token_id
+    for seed in range(8):
+        run = folder / f"run-{seed}"
+        events = train(plan_of(recipe, *edits, f"train.seed={seed}"), run)
+        rows = [row for rollout in completions(run).values() for row in rollout]
+        if not any(token in row["completion_ids"] for row in rows):
+            return events, run
+    raise AssertionError("every run had such an answer")
+
+
+def logprobs_of(base, prepared, row, color):
+    """[tokens of the completion, vocabulary], by transformers, after a prompt of which the picture has this color."""
     ids = torch.tensor([[*row["prompt_ids"], *row["completion_ids"]]])
-    contents = [png(color=color)]
-    pictures = PictureLoader(prepared).pictures_of(contents, ids)
+    pictures = PictureLoader(prepared).pictures_of([png(color=color)], ids)
     whole = SimpleNamespace(tokens=ids, documents=torch.zeros_like(ids), pictures=pictures)
-    logps = F.log_softmax(whole_logits(base, whole)[0].float(), -1)
-    assert source.vision.image_token_id in row["prompt_ids"]
     first = len(row["prompt_ids"]) - 1
+    return F.log_softmax(whole_logits(base, whole)[0, first:-1].float(), -1)
+
+
+def sampled_logps(base, prepared, row, color):
     taken = torch.tensor(row["completion_ids"])
-    return logps[first : first + len(taken)].gather(1, taken[:, None])[:, 0]
+    return logprobs_of(base, prepared, row, color).gather(1, taken[:, None])[:, 0]
+
+
+def number_of(row):
+    return int(row["prompt"][0]["content"].removeprefix("<image>Which? "))
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
 def test_completions_have_the_probabilities_of_transformers_with_their_pictures(kind, tmp_path):
     """And training has those that they were sampled with."""
     recipe = write_recipe(tmp_path, kind)
-    plan = plan_of(recipe, "train.max_steps=1")
-    events = train(plan, tmp_path / "run")
+    events, run = trained(recipe, tmp_path, "train.max_steps=1")
     (metrics,) = (event["metrics"] for event in fields(events, "StepDone"))
     assert metrics["sampling/sampling_logp_difference/max"] < 1e-5
-    rows = completions(tmp_path / "run")["step-00000001.jsonl"]
+    rows = completions(run)["step-00000001.jsonl"]
     others = []
     for row in rows[::4][:3]:
-        number = int(row["prompt"][0]["content"].removeprefix("<image>Which? "))
+        number = number_of(row)
         color, other = COLORS[number % 3], COLORS[(number + 1) % 3]
         near = sampled_logps(tmp_path / "base", tmp_path / "prepared", row, color)
         assert torch.tensor(row["logps"]) == pytest.approx(near, abs=1e-4)
@@ -207,6 +222,39 @@ def test_a_reference_has_the_projector_as_it_was(adapter, recipe, tmp_path):
     assert second > 1e-5
 
 
+def test_a_teacher_sees_the_pictures_of_what_the_model_answers(recipe, tmp_path):
+    """The loss is the divergence from it, by transformers."""
+    save_base("qwen3_vl", tmp_path / "teacher", weights=True, seed=1)
+    objective = "{kind: on_policy_distill, teacher: %s, max_completion_length: 4}"
+    edits = (f"objective={objective % (tmp_path / 'teacher')}", "rewards=[]", "train.batch_size=4")
+    events, run = trained(recipe, tmp_path, *edits, "train.max_steps=1")
+    divergences = {"own": [], "others": []}
+    for row in completions(run)["step-00000001.jsonl"]:
+        color = COLORS[number_of(row) % 3]
+        student = logprobs_of(recipe / "base", recipe / "prepared", row, color)
+        for name, shown in (("own", color), ("others", COLORS[(number_of(row) + 1) % 3])):
+            teacher = logprobs_of(tmp_path / "teacher", recipe / "prepared", row, shown)
+            divergences[name].append((student.exp() * (student - teacher)).sum(-1))
+    own, others = (torch.cat(each).mean().item() for each in divergences.values())
+    assert losses(events)[1] == pytest.approx(own, abs=1e-5)
+    assert abs(own - others) > 1e-4
+
+
+@pytest.mark.soak
+def test_a_teacher_sees_the_pictures_of_held_out_prompts(tmp_path):
+    """A model that is its own teacher learns nothing."""
+    recipe = write_recipe(tmp_path, "qwen3_vl", validation="0.4")
+    objective = "{kind: on_policy_distill, teacher: %s, max_completion_length: 4}"
+    edits = (f"objective={objective % (recipe / 'base')}", "rewards=[]", "eval.every=1 steps")
+    edits += ("optimizer.learning_rate=1e-9",)
+    events = train(plan_of(recipe, *edits, "train.max_steps=2"), tmp_path / "run")
+    evaluated = [event["loss"] for event in fields(events, "EvalDone")]
+    assert len(evaluated) >= 2
+    assert [*losses(events).values(), *evaluated] == pytest.approx(
+        [0.0] * (2 + len(evaluated)), abs=1e-6
+    )
+
+
 SEEING = """
 import os
 
@@ -223,8 +271,7 @@ def test_rewards_get_the_paths_of_pictures(recipe, tmp_path):
     )
     train(plan, tmp_path / "run")
     for row in completions(tmp_path / "run")["step-00000001.jsonl"]:
-        number = int(row["prompt"][0]["content"].removeprefix("<image>Which? "))
-        assert row["reward"] == (COLORS[number % 3] == "red")
+        assert row["reward"] == (COLORS[number_of(row) % 3] == "red")
 
 
 def test_reward_models_read_text_and_are_refused(recipe, tmp_path):
