@@ -9,11 +9,11 @@ from bloomery.data.pictures.encoder import VisionSource
 from bloomery.data.shards import read_manifest
 from bloomery.model.configs import headers_of
 from bloomery.model.io.stored import vision_tensors
-from bloomery.plan.estimate.towers import tower_flops
+from bloomery.plan.estimate.towers import TowerMemory, tower_flops
 from bloomery.plan.gather import prepared_facts
 from bloomery.plan.page import picture_lines
 from bloomery.plan.pictures import tower_in
-from bloomery.plan.resolve import local_facts, resolve, step_pictures
+from bloomery.plan.resolve import local_facts, resolve, step_pictures, step_shape
 from bloomery.recipe.load import load_recipe
 from pictures_for_tests import BLUE, RED, TEXT, prepared_rows, row
 
@@ -83,3 +83,33 @@ def test_no_note_says_that_a_tower_is_not_read(tmp_path):
     loaded = load_recipe(tmp_path / "text/recipe.yaml", [f"data.prepared={prepared}"])
     assert any("are not read" in line for line in local_facts(loaded).unrun)
     assert headers_of(tmp_path / "base", sees=True).notes == ()
+
+
+def test_a_teacher_has_a_tower_of_its_own(tmp_path):
+    prepared = prepared_rows(tmp_path, [row(RED, TEXT)] * 4, weights=True)
+    path = tmp_path / "recipe.yaml"
+    alone = [f"data.prepared={prepared}", "train.precision=float32"]
+    taught = [*alone, "objective.kind=distill", f"objective.teacher={tmp_path / 'base'}"]
+    towers = []
+    for edits in (alone, taught):
+        loaded = load_recipe(path, edits)
+        towers.append(resolve(loaded, local_facts(loaded)).memory.parts["vision tower"])
+    assert towers[1] == 2 * towers[0]
+
+
+def test_longer_sequences_have_more_pictures(tmp_path):
+    prepared = prepared_rows(tmp_path, [row(RED, TEXT)] * 40, weights=True)
+    loaded = load_recipe(tmp_path / "recipe.yaml", [f"data.prepared={prepared}"])
+    facts = local_facts(loaded)
+    pictures = step_pictures(loaded.recipe, facts.dataset)
+    shape = step_shape(
+        loaded.recipe,
+        facts.model,
+        facts.profile,
+        facts.dataset,
+        None,
+        precision="float32",
+        attention="per_document",
+    )
+    longer = replace(shape, sequence_length=2 * shape.sequence_length)
+    assert TowerMemory(longer, pictures).passing == 2 * TowerMemory(shape, pictures).passing > 0

@@ -379,7 +379,9 @@ def prepared_facts(manifest: Manifest, recipe: Recipe, prepared: Path) -> Datase
     data = recipe.data
     if not manifest.has_pictures:
         refuse_without_pictures(recipe)
-    tower_weights, projector_weights = _vision_weights(recipe) if manifest.has_pictures else (0, 0)
+    tower_weights, projector_weights = (
+        _vision_weights(recipe.model.from_) if manifest.has_pictures else (0, 0)
+    )
     learned = manifest.train.loss_tokens
     tokens = manifest.train.tokens
     laid = count_sequences(
@@ -407,15 +409,15 @@ def prepared_facts(manifest: Manifest, recipe: Recipe, prepared: Path) -> Datase
         digest=manifest.tokens_digest,
         tower_weights=tower_weights,
         projector_weights=projector_weights,
+        teacher_tower_weights=_teacher_tower_weights(recipe) if tower_weights else 0,
         pictures=pictures,
     )
 
 
-def _vision_weights(recipe: Recipe) -> tuple[int, int]:
-    """The numbers of all that reads pictures in the recipe's model, and of its projector: by its files, or without
-    weights by its config.json; 0 where it is not here.
+def _vision_weights(name: str | None) -> tuple[int, int]:
+    """The numbers of all that reads pictures in a model, and of its projector: by its files, or without weights by its
+    config.json; 0 where it is not here.
     """
-    name = recipe.model.from_
     folder = None if name is None else hub.cached_model(name)
     vision = None if folder is None else vision_of(stated_config(folder))
     if folder is None or vision is None:
@@ -426,6 +428,12 @@ def _vision_weights(recipe: Recipe) -> tuple[int, int]:
     sizes = {name: math.prod(tensor.shape) for name, tensor in vision_tensors(folder).items()}
     of_projector = [size for name, size in sizes.items() if is_projector(vision.kind, name)]
     return sum(sizes.values()), sum(of_projector)
+
+
+def _teacher_tower_weights(recipe: Recipe) -> int:
+    """Those of the recipe's teacher, if it has one."""
+    objective = recipe.objective
+    return _vision_weights(objective.teacher)[0] if isinstance(objective, Taught) else 0
 
 
 def longest_document(prepared: Path, manifest: Manifest) -> int:
@@ -531,7 +539,9 @@ def guessed(recipe: Recipe) -> DatasetFacts | None:
     if isinstance(recipe.objective, Rollouts):
         room = data.sequence_length - recipe.objective.max_completion_length
         longest_prompt = max(1, min(size.longest, room))
-    tower_weights, projector_weights = _vision_weights(recipe) if checked.pictures else (0, 0)
+    tower_weights, projector_weights = (
+        _vision_weights(recipe.model.from_) if checked.pictures else (0, 0)
+    )
     return DatasetFacts(
         sequences_per_epoch=rows * sequences_per_row(recipe),
         tokens=max(1, size.tokens),
@@ -547,6 +557,7 @@ def guessed(recipe: Recipe) -> DatasetFacts | None:
         texts=checked.texts,
         tower_weights=tower_weights,
         projector_weights=projector_weights,
+        teacher_tower_weights=_teacher_tower_weights(recipe) if tower_weights else 0,
         pictures=checked.pictures,
     )
 

@@ -540,6 +540,8 @@ def step_pictures(recipe: Recipe | RunPlan, dataset: DatasetFacts | None) -> Ste
         train=recipe.vision.train,
         adapted=adapter.vision if isinstance(adapter, Lora) else "none",
         rank=adapter.rank if isinstance(adapter, Lora) else 0,
+        teacher_weights=dataset.teacher_tower_weights,
+        sequence_length=recipe.data.sequence_length,
     )
     if facts is None:
         return seen

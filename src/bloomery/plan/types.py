@@ -174,6 +174,7 @@ class DatasetFacts(PlanPart):
     digest: str = ""  # of the prepared dataset; empty before
     tower_weights: int = 0  # numbers of vision tower and projector, where rows have pictures
     projector_weights: int = 0  # of them, of the projector
+    teacher_tower_weights: int = 0  # numbers of a teacher's tower and projector
     pictures: PictureFacts | None = (
         None  # None also where the model's tower or its sizes are not known
     )

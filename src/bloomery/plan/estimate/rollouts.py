@@ -120,7 +120,10 @@ def sampling_memory(shape: RolloutShape, training: MemoryEstimate) -> MemoryEsti
         name: size
         for name, size in training.parts.items()
         if name
-        in ("weights", "layer buffers", "adapter", "optimizer", "reference model", "teacher")
+        in (
+            *("weights", "layer buffers", "adapter", "optimizer"),
+            *("reference model", "teacher", "vision tower"),
+        )
     }
     parts |= sampling_parts(shape) | reward_model_parts(shape)
     if shape.sharded:

@@ -23,7 +23,8 @@ class StepPictures:
     `weights`: numbers of all that reads them. `tower`: its sizes; None: not known, and only its weights count. `mean`,
     `fullest`: of a sequence, for time and for memory. `train`: parts trained in full; `adapted`: with LoRA of `rank`.
     `waiting_sequences`: of which a host has the pictures, those of the step and those read ahead. `both_ways`: tokens
-    of a picture attend to those after them.
+    of a picture attend to those after them. `teacher_weights`: numbers of what reads them for a teacher.
+    `sequence_length`: of the sequences of `mean` and `fullest`; longer ones have more pictures.
     """
 
     weights: int
@@ -35,6 +36,8 @@ class StepPictures:
     rank: int = 0
     waiting_sequences: int = 0
     both_ways: bool = False
+    teacher_weights: int = 0
+    sequence_length: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -121,6 +121,7 @@ class TowerMemory:
     def weight_bytes(self) -> float:
         in_full = self._in_full
         frozen = self.pictures.weights - in_full
+        frozen += self.pictures.teacher_weights
         return float(frozen * self.frozen_bytes_per_number) + self.gradient_bytes
 
     @property
@@ -155,10 +156,16 @@ class TowerMemory:
         return _WIDTHS[self.pictures.tower.kind]
 
     @property
+    def _sequences(self) -> float:
+        """Of a micro-batch, in those whose pictures were counted."""
+        lengths = self.step.sequence_length / self.pictures.sequence_length
+        return self.step.micro_batch_size * lengths
+
+    @property
     def inputs(self) -> float:
         """Of the micro-batch on its device; a CPU has those of the whole step, and those that are read ahead."""
         pictures = self.pictures
-        of_batch = pictures.fullest.input_bytes * self.step.micro_batch_size
+        of_batch = pictures.fullest.input_bytes * self._sequences
         if self.step.on_gpu:
             return of_batch
         return max(of_batch, pictures.mean.input_bytes * pictures.waiting_sequences)
@@ -167,12 +174,12 @@ class TowerMemory:
     def features(self) -> float:
         tower = self.pictures.tower
         assert tower is not None
-        made = self.pictures.fullest.features * self.step.micro_batch_size * tower.out
+        made = self.pictures.fullest.features * self._sequences * tower.out
         return made * self.frozen_bytes_per_number * (1 + tower.deep_features)
 
     @property
     def _patches(self) -> float:
-        return self.pictures.fullest.patches * self.step.micro_batch_size
+        return self.pictures.fullest.patches * self._sequences
 
     @property
     def _beside_layers(self) -> float:
