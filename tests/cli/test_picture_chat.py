@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from bloomery.cli import cli
+from bloomery.core.text import harmless
 from bloomery.data.chat.render import chat_format
 from bloomery.data.examples import PICTURE, Message
 from bloomery.infer.generate import continued, load_model
@@ -73,8 +74,8 @@ def test_a_chat_has_the_pictures_of_its_turns(folder, answers, monkeypatch):
     ]
     chat = typed("chat", folder / "model", *GREEDY, lines="\n".join(lines) + "\n")
     assert chat.return_value == 0, chat.stderr
-    # Only white space at the ends of replies is not printed.
-    assert chat.stdout == "".join(answer.strip() + "\n" for answer in answers)
+    # White space at the ends of replies is not printed, nor are control characters.
+    assert chat.stdout == "".join(harmless(answer).strip() + "\n" for answer in answers)
     assert "(2 images with the next message)" in chat.stderr and "(no images)" in chat.stderr
     # The file is a dataset beside its pictures.
     turns = json.loads((folder / "talk.jsonl").read_text())["messages"]
