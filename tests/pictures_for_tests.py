@@ -75,8 +75,13 @@ def row(*parts: dict, answer: str = "red") -> dict:
     }
 
 
-def save_base(kind: str, folder: Path, *, weights: bool = False, seed: int = 0) -> None:
-    """The config, the tokenizer and the processor of a tiny model, and its weights where asked for."""
+def save_base(
+    kind: str, folder: Path, *, weights: bool = False, seed: int = 0, **sections: dict
+) -> None:
+    """The config, the tokenizer and the processor of a tiny model, and its weights where asked for.
+
+    `sections`: what changes in parts of the config, such as vision_config.
+    """
     folder.mkdir(exist_ok=True)
     processor = "qwen" if kind.startswith("qwen") else kind
     save_processor(processor, folder)
@@ -89,6 +94,8 @@ def save_base(kind: str, folder: Path, *, weights: bool = False, seed: int = 0) 
         settings["vision_config"] |= {"patch_size": 16, "window_size": 64}  # the processor's
     settings["text_config"]["vocab_size"] = tokenizer.vocab_size
     settings["text_config"]["max_position_embeddings"] = 512
+    for name, changes in sections.items():
+        settings[name] |= changes
     config = AutoConfig.for_model(kind, **settings)
     if not weights:
         config.save_pretrained(folder)

@@ -168,7 +168,7 @@ def _unsupported(projector: GgufProjector, settings: HfKeys) -> str | None:
         if value not in values:
             return f"{graph} computes {key} {values[0]!r}, and the tower has {value!r}"
     heads = settings["num_attention_heads"]
-    width = settings["hidden_size"] / heads
+    width = settings["hidden_size"] / heads if heads else 0
     if settings.get("head_dim", width) != width:
         return f"{graph} has heads of {width:g} numbers, and the tower of {settings['head_dim']}"
     if settings.get("num_key_value_heads", heads) != heads:
@@ -180,7 +180,7 @@ def _unsupported(projector: GgufProjector, settings: HfKeys) -> str | None:
             )
     if (
         "fullatt_block_indexes" in settings
-        and not projector.describe(settings)["vision.n_wa_pattern"]
+        and not projector.describe(settings | {"processor": {}})["vision.n_wa_pattern"]
     ):
         layers = settings["fullatt_block_indexes"]
         return f"{graph} has full attention in each n-th layer, and the tower in {layers}"
@@ -209,7 +209,9 @@ def _differences(
             "activations differ by 5e-4"
         )
     width = _language_model(hf)["hidden_size"]
-    if projector.name == "gemma4v" and width not in _CAUSAL_WIDTHS:
+    if projector.name == "gemma4uv" or (
+        projector.name == "gemma4v" and width not in _CAUSAL_WIDTHS
+    ):
         layers = {"none": "no layer", "windows": "layers with a window", "all": "all layers"}
         yield (
             "llama.cpp lets tokens of a picture see those after them in all layers, this model in "
@@ -217,8 +219,8 @@ def _differences(
         )
     if projector.differs is not None:
         yield projector.differs
-    if any(name.startswith("audio_tower.") for name in left_out):
-        yield "the mmproj file has no audio tower: llama.cpp hears nothing"
+    if any(name.startswith(("audio_", "embed_audio.")) for name in left_out):
+        yield "the mmproj file has no part for audio: llama.cpp hears nothing"
 
 
 # Of Gemma 4 E2B and E4B, by which llama.cpp knows them: tools/mtmd/mtmd.cpp, mtmd_decode_use_non_causal.
@@ -347,6 +349,12 @@ def _changed(
     if change == "channels_first" and is_matrix:
         side = round((values.shape[1] / 3) ** 0.5)
         return {name: values.reshape(-1, side, side, 3).permute(0, 3, 1, 2)}
+    if change == "colors":
+        side = round((values.shape[-1] / 3) ** 0.5)
+        by_pixel = values.unflatten(-1, (side, side, 3))
+        return {name: by_pixel.movedim(-1, -3).flatten(-3)}
+    if change == "axes_first":
+        return {name: values.movedim(1, 0)}
     if change == "pairs":
         return {name: GgufTensor(name, (), tuple(values.shape), heads=heads).apply(values)}
     return {name: values.float() + 1 if change == "plus_one" else values}

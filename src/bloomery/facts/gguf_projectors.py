@@ -18,9 +18,10 @@ Describe = Callable[[HfKeys], Mapping[str, Stated]]
 
 # What a file has in place of a tensor of the model. `frames`: the two slices of a convolution over time;
 # `thirds`: queries, keys and values, each alone; `pairs`: of each head the two numbers that are rotated together are
-# neighbors; `channels_first`: a matrix over the pixels of a patch as a convolution; `plus_one`: a norm that is
-# multiplied without adding 1.
-Change = Literal["frames", "thirds", "pairs", "channels_first", "plus_one"]
+# neighbors; `channels_first`: a matrix over the pixels of a patch as a convolution; `colors`: of the numbers of a patch
+# first all reds, then all greens; `axes_first`: positions as one table for columns and one for rows; `plus_one`: a norm
+# that is multiplied without adding 1.
+Change = Literal["frames", "thirds", "pairs", "channels_first", "colors", "axes_first", "plus_one"]
 
 
 @dataclass(frozen=True)
@@ -148,11 +149,23 @@ def _full_attention_period(tower: HfKeys) -> int:
     return period if layers == regular else 0
 
 
+def _pixels(tower: HfKeys) -> dict[str, Stated]:
+    """How large a picture the processor gives the tower, which llama.cpp else takes from one model."""
+    processor = tower["processor"]
+    size = processor.get("size") or {}
+    limits = {
+        "min": processor.get("min_pixels") or size.get("shortest_edge"),
+        "max": processor.get("max_pixels") or size.get("longest_edge"),
+    }
+    return {f"vision.image_{end}_pixels": limit for end, limit in limits.items() if limit}
+
+
 def _qwen2_5(tower: HfKeys) -> dict[str, Stated]:
     return {
         "use_silu": True,
         "vision.n_wa_pattern": _full_attention_period(tower),
         _NORM: 1e-6,  # a constant: transformers' models/qwen2_5_vl, Qwen2_5_VLVisionBlock
+        **_pixels(tower),
     }
 
 
@@ -167,6 +180,7 @@ def _qwen3(tower: HfKeys) -> dict[str, Stated]:
         "vision.is_deepstack_layers": [
             number in deep_layers for number in range(tower["num_hidden_layers"])
         ],
+        **_pixels(tower),
     }
 
 
@@ -187,6 +201,10 @@ def _gemma4(tower: HfKeys) -> dict[str, Stated]:
     scale: dict[str, Stated] = {"vision.projector.scale_factor": pooled}
     # llama.cpp's own conversion states no activation, of which its graph makes a quick GELU.
     return {_NORM: tower["rms_norm_eps"], "use_gelu": True, **(scale if pooled != 3 else {})}
+
+
+def _gemma4_unified(tower: HfKeys) -> dict[str, Stated]:
+    return {key: value for key, value in _gemma4(tower).items() if key != "use_gelu"}
 
 
 def _idefics3(tower: HfKeys) -> dict[str, Stated]:
@@ -266,6 +284,7 @@ GGUF_PROJECTORS: Mapping[str, GgufProjector] = MappingProxyType(
                 "depth": 32,
                 "fullatt_block_indexes": [7, 15, 23, 31],
                 "hidden_act": "silu",
+                "projector_hidden_act": "gelu",
                 "temporal_patch_size": 2,
                 "spatial_merge_size": 2,
                 "window_size": 112,
@@ -293,6 +312,7 @@ GGUF_PROJECTORS: Mapping[str, GgufProjector] = MappingProxyType(
                 "spatial_merge_size": 2,
                 "temporal_patch_size": 2,
                 "hidden_act": "gelu_pytorch_tanh",
+                "projector_hidden_act": "gelu",
                 "deepstack_visual_indexes": [8, 16, 24],
             },
             describe=_qwen3,
@@ -315,6 +335,7 @@ GGUF_PROJECTORS: Mapping[str, GgufProjector] = MappingProxyType(
                 "spatial_merge_size": 2,
                 "temporal_patch_size": 2,
                 "hidden_act": "gelu_pytorch_tanh",
+                "projector_hidden_act": "gelu",
                 "deepstack_visual_indexes": [],
             },
             describe=_qwen3,
@@ -342,6 +363,7 @@ GGUF_PROJECTORS: Mapping[str, GgufProjector] = MappingProxyType(
                 "mm_tokens_per_image": 256,
             },
             describe=_gemma3,
+            differs="llama.cpp writes no empty line before and after a picture, and this model's processor does",
             fixed={"hidden_act": _TANH},
         ),
         "gemma4": GgufProjector(
@@ -390,6 +412,39 @@ GGUF_PROJECTORS: Mapping[str, GgufProjector] = MappingProxyType(
             },
             describe=_gemma4,
             fixed={"hidden_activation": _TANH, "rope_theta": (100.0,)},
+            key="clip.vision.projector_type",
+        ),
+        "gemma4_unified": GgufProjector(
+            "gemma4uv",
+            {
+                "vision_embedder.patch_dense.weight": "v.patch_embd.weight",
+                "vision_embedder.patch_dense.bias": "v.patch_embd.bias",
+                "vision_embedder.patch_ln1": "v.patch_norm.1",
+                "vision_embedder.patch_ln2": "v.patch_norm.2",
+                "vision_embedder.pos_norm": "v.patch_norm.3",
+                "vision_embedder.pos_embedding": "v.position_embd.weight",
+                "embed_vision.embedding_projection": "mm.input_projection",
+            },
+            changes={
+                "vision_embedder.patch_dense.weight": "colors",
+                "vision_embedder.patch_ln1": "colors",
+                "vision_embedder.pos_embedding": "axes_first",
+            },
+            left_out=("audio_tower.", "embed_audio.", "audio_embedder."),
+            vision={"hidden_size": "mm_embed_dim"},
+            # No tower: patches are embedded. image_size: nothing reads it.
+            defaults={
+                "image_size": 224,
+                "patch_size": 16,
+                "mm_embed_dim": 3840,
+                "intermediate_size": 0,
+                "num_hidden_layers": 0,
+                "num_attention_heads": 0,
+                "rms_norm_eps": 1e-6,
+                "pooling_kernel_size": 3,
+            },
+            processor={"image_mean": [0.0, 0.0, 0.0], "image_std": [1.0, 1.0, 1.0]},
+            describe=_gemma4_unified,
             key="clip.vision.projector_type",
         ),
         "smolvlm": GgufProjector(
