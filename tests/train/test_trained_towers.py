@@ -7,10 +7,11 @@ import torch
 from peft import PeftModel
 from plans_for_tests import tiny_plan
 from runs_of_the_loop import Run, assert_resumes_bitwise, resumed_bitwise
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForImageTextToText
 
+from bloomery.core.errors import UserError
 from bloomery.data.loader import Loader
 from bloomery.data.order import Cursor
 from bloomery.evals.evaluate import evaluate_model
@@ -182,6 +183,28 @@ def test_an_adapter_opens_in_peft_on_the_whole_model(kind, name, tmp_path):
     with torch.no_grad():
         used = forward(decoder, batch, ALL_LOGITS, precision="float32").head
     assert_close(used[is_real], logits[is_real], atol=1e-5, rtol=1e-5)
+
+
+def test_a_merge_that_rounds_away_what_reads_pictures_is_refused(tmp_path):
+    prepared = prepared_rows(tmp_path, ROWS, kind="smolvlm", weights=True)
+    weights = tmp_path / "base" / "model.safetensors"
+    halves = {name: tensor.bfloat16() for name, tensor in load_file(weights).items()}
+    save_file(halves, weights, metadata={"format": "pt"})
+    plan = plan_of(tmp_path, prepared, adapter={"vision": "tower"}, train={"steps": 2})
+    adapter = Run(plan, tmp_path / "run").checkpoint(2)
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if ".vision_model." in name and ".lora_B" in name:
+            tensor.fill_(1e-11)
+    save_file(tensors, file, metadata={"format": "pt"})
+    (adapter / "MANIFEST.json").unlink()  # of the file as it was saved
+    with pytest.raises(UserError, match="reads pictures with the numbers of its base"):
+        export_merged(find_model(adapter), tmp_path / "merged")
+    export_merged(find_model(adapter), tmp_path / "merged", dtype="float32")
+    merged = stored(tmp_path / "merged")
+    changed = [n for n, tensor in halves.items() if not torch.equal(tensor.float(), merged[n])]
+    assert any("vision_model" in name for name in changed)
 
 
 @pytest.mark.sampled(2)

@@ -24,7 +24,7 @@ from bloomery.core.units import format_bytes
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.export import DTYPES as DTYPE_NAMES
 from bloomery.export.card import Merge, write_card
-from bloomery.export.merge_proof import proof_of_change
+from bloomery.export.merge_proof import proof_of_change, proof_of_changed_tower
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import parameter_shapes
 from bloomery.facts.hf_config import config_to_hf, text_part
@@ -278,11 +278,15 @@ def export_merged(
         if verify:
             proofs += _compare_logits(draft, model_files, target_dtype, use)
         if is_whole:
-            changed = merged_tower(model_files.base, model_files.weights, config)
+            # Rounded to the type of the base's tower, unless float32 is asked for.
+            tower_dtype = torch.float32 if dtype == "float32" else None
+            changed = merged_tower(model_files.base, model_files.weights, config, dtype=tower_dtype)
             make_whole(draft, model_files.base, changed)
-            proofs.append("whole: the vision tower and its processor are those of the base")
+            proof = "whole: the vision tower and its processor are those of the base"
             if changed:
-                proofs[-1] += f", but for {len(changed)} tensors that the adapter changes"
+                counts = proof_of_changed_tower(changed, model_files.base, model_files.weights)
+                proof += f", but for {counts}"
+            proofs.append(proof)
     return finished_export(out, proofs)
 
 

@@ -5,7 +5,7 @@ base does.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from bloomery.model.adapters.settings import (
 )
 from bloomery.model.configs import read_config
 from bloomery.model.io.safetensors import TensorReader
+from bloomery.model.io.stored import vision_tensors
 from bloomery.model.io.weights import StoredModel, load_decoder
 
 ROWS = 64  # compared at once: a tensor that changed mostly differs in the first of them
@@ -74,6 +75,27 @@ def proof_of_changes(
         if changed[kind]
     ]
     return f"merged: {sum(changed.values()):,} tensors differ from the base ({', '.join(counts)})"
+
+
+def proof_of_changed_tower(changed: Mapping[str, Tensor], base: Path, adapter: Path) -> str:
+    """How many of the tensors that an adapter changes of what reads pictures differ from those of the base.
+
+    `changed`: by the names of the base's files. Raises UserError where none does.
+    """
+    stored = vision_tensors(base)
+    with TensorReader() as reader:
+        differing = [
+            name
+            for name, tensor in changed.items()
+            if not torch.equal(tensor, reader.read(stored[name]).to(tensor.dtype))
+        ]
+    if not differing:
+        raise UserError(
+            "the merged model reads pictures with the numbers of its base",
+            where=str(adapter),
+            fix="use --type float32 if the changes are smaller than the rounding of the type",
+        )
+    return f"{len(differing):,} of {len(changed):,} tensors that the adapter changes"
 
 
 def _adapted(base: Path, adapter: Path) -> tuple[dict[str, list[str]], Adaptation | None]:

@@ -188,8 +188,11 @@ def _refuse_other_tower(tower: VisionTower, changes: TowerChanges, folder: Path)
 
 
 @torch.no_grad()
-def merged_tower(base: Path, adapter: Path, config: ModelConfig) -> dict[str, Tensor]:
-    """What an adapter changes of what reads pictures, merged: by the names of the base's files, in their dtypes.
+def merged_tower(
+    base: Path, adapter: Path, config: ModelConfig, *, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """What an adapter changes of what reads pictures, merged: by the names of the base's files. `dtype`: None rounds
+    each to that of the base, once.
 
     Raises UserError as `open_tower` does.
     """
@@ -216,4 +219,6 @@ def merged_tower(base: Path, adapter: Path, config: ModelConfig) -> dict[str, Te
     for name in changes.tensors:
         if not PAIR.fullmatch(name):
             merged[name] = tower.tower.get_parameter(name.removeprefix(WHOLE)).detach()
-    return {names[name]: each.to(stored[names[name]].dtype) for name, each in merged.items()}
+    return {
+        names[name]: each.to(dtype or stored[names[name]].dtype) for name, each in merged.items()
+    }
