@@ -252,6 +252,30 @@ def test_a_quantized_base_has_the_tower_as_published(tmp_path):
         assert torch.equal(parameter, published.get_parameter(name)), name
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["dpo", "dpo in full", "distill"])
+def test_over_shards_references_and_teachers_see_the_same(name, tmp_path):
+    teacher = tmp_path / "teacher"
+    save_base("qwen3_vl", teacher, weights=True, seed=1)
+    objective = Preference(kind="dpo", beta=BETA)
+    if name == "distill":
+        objective = Distill(kind="distill", teacher=str(teacher), kd_ratio=1.0)
+    rows = ROWS if name == "distill" else PAIRS * 6
+    kind = "sft" if name == "distill" else "dpo"
+    prepared = prepared_rows(tmp_path, rows, weights=True, objective=kind)
+    plan = plan_of(
+        tmp_path,
+        prepared,
+        objective=objective,
+        adapter=NoAdapter() if name == "dpo in full" else ADAPTER,
+        train={"steps": 4, "micro_batch_size": 1, "accumulation": 4, "tokens_per_step": 1024},
+        eval={"every_steps": None},
+    )
+    alone, many = train(plan, tmp_path / "one"), train(on_ranks(plan, shard=2), tmp_path / "many")
+    assert losses(many) == pytest.approx(losses(alone), rel=1e-5)
+    assert losses(alone)[4] != losses(alone)[1]
+
+
 @pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl"])
 def test_two_ranks_of_which_one_has_no_picture_train_as_one(kind, tmp_path):
     prepared = prepared_rows(tmp_path, ROWS, kind=kind, weights=True)

@@ -178,15 +178,33 @@ def test_a_run_that_stops_within_a_rollout_resumes_to_the_same_bits(recipe, stop
     assert_same_training(folder, [*first, *rest], tmp_path / "whole", whole)
 
 
+RANKS = {
+    "copies": ({"replicate": 2}, ()),
+    "shards": ({"shard": 2}, ("objective.beta=0.1",)),
+    "shards, adapter": ({"shard": 2}, ("objective.beta=0.1", "adapter={kind: lora, rank: 4}")),
+}
+
+
 @pytest.mark.soak
-def test_two_ranks_train_as_one(recipe, tmp_path):
-    plan = plan_of(recipe, "objective.num_iterations=2", "train.max_steps=2")
+@pytest.mark.parametrize("name", RANKS)
+def test_two_ranks_train_as_one(name, recipe, tmp_path):
+    axes, edits = RANKS[name]
+    plan = plan_of(recipe, "objective.num_iterations=2", "train.max_steps=3", *edits)
     one = train(plan, tmp_path / "one")
-    two = train(on_ranks(plan, replicate=2), tmp_path / "two")
+    two = train(on_ranks(plan, **axes), tmp_path / "two")
     assert losses(two) == pytest.approx(losses(one), abs=1e-5)
-    for name, rows in completions(tmp_path / "one").items():
-        others = completions(tmp_path / "two")[name]
+    for rollout, rows in completions(tmp_path / "one").items():
+        others = completions(tmp_path / "two")[rollout]
         assert [row["completion_ids"] for row in rows] == [row["completion_ids"] for row in others]
+
+
+@pytest.mark.soak
+def test_compiled_layers_lose_the_same(recipe, tmp_path):
+    plan = plan_of(recipe, "objective.beta=0.1", "train.max_steps=2")
+    compiled = plan.model_copy(update={"train": plan.train.model_copy(update={"compile": True})})
+    eager_events = train(plan, tmp_path / "eager")
+    compiled_events = train(compiled, tmp_path / "compiled")
+    assert losses(compiled_events) == pytest.approx(losses(eager_events), abs=1e-5)
 
 
 REFERENCES = {

@@ -47,7 +47,7 @@ from bloomery.plan.estimate.measured import StepEstimator, compile_gain
 from bloomery.plan.estimate.mesh import ONE_DEVICE
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import ReferencePlace, StepPictures, StepShape, Stream
-from bloomery.plan.gather import Facts, fetch, gather, sees_pictures
+from bloomery.plan.gather import Facts, fetch, gather
 from bloomery.plan.learning_rates import with_usual_values
 from bloomery.plan.pictures import tower_in
 from bloomery.plan.routers import counts_first, router_choices, router_plan
@@ -563,8 +563,6 @@ def _compiled(
     """
     if facts.config.transformers_backend is not None:
         return Choice(False, "compilation is not supported for the transformers implementation")
-    if sees_pictures(facts.dataset) and recipe.objective.spec.source == "rollouts":
-        return Choice(False, "compilation is not supported for rollouts with pictures")
     gain = compile_gain(
         estimator.measurements, model=facts.config, precision=eager.precision, setting=eager.setting
     )

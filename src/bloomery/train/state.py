@@ -368,24 +368,13 @@ def refuse_pictures(plan: RunPlan) -> None:
     # A checkpoint of the whole model has no place for the head of a reward model.
     gives_values = plan.objective.spec.values and isinstance(plan.adapter, NoAdapter)
     reads_text = any(isinstance(each, ModelReward) for each in plan.rewards)
-    # A second model, and completions, would have to see them, too.
-    spec = plan.objective.spec
-    sees_alone = not (spec.reference or kind == "distill" or spec.source == "rollouts")
     off = "turn it off"
     excluded = {
         f"objective.kind={kind} without an adapter": (gives_values, "set adapter={kind: lora}"),
         "a reward model, which reads text": (reads_text, "score with functions or verifiers"),
         "parallel.pipeline": (train.pipeline > 1, off),
-        f"parallel.shard with objective.kind={kind}": (
-            train.shard > 1 and not sees_alone,
-            "set parallel.shard=1",
-        ),
         "parallel.context": (train.context > 1, off),
         "parallel.stream": (train.stream != "off", off),
-        f"train.compile with objective.kind={kind}": (
-            train.compile and spec.source == "rollouts",
-            off,
-        ),
     }
     for key, (is_excluded, fix) in excluded.items():
         if is_excluded:

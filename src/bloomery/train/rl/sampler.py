@@ -316,4 +316,6 @@ def whole_copy(state: TrainState, plan: RunPlan) -> Decoder:
     sources = dict(state.model.named_parameters()) | dict(state.model.named_buffers())
     for name, tensor in (*copy.named_parameters(), *copy.named_buffers()):
         tensor.copy_(full(sources[name].detach()))
+    if state.model.vision is not None:
+        copy.see(state.model.vision)  # each rank has all of it
     return copy
