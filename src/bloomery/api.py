@@ -17,6 +17,7 @@ from bloomery.export import DTYPES, GGUF_TYPES, K_TYPES
 
 if TYPE_CHECKING:
     from bloomery.evals.evaluate import TextScores
+    from bloomery.evals.picture_scores import PictureScores
     from bloomery.evals.rewards import RewardScores
     from bloomery.evals.tasks import Named, TaskReport
     from bloomery.export.layouts import Exported
@@ -264,9 +265,9 @@ def evaluate(
     trust_code: bool = False,
     on_load: OnText = lambda _: None,
     on_note: OnText = lambda _: None,
-) -> "TextScores | PairMetrics | RewardScores":
+) -> "TextScores | PictureScores | PairMetrics | RewardScores":
     """Loss, perplexity and bits per byte on `data` (a file or folder); accuracy on preference pairs for a reward model;
-    for a run with rewards the mean reward of completions of prompts.
+    for a run with rewards the mean reward of completions of prompts; with pictures right answers and a control.
 
     `data`: None uses a run's validation set. `rewards`: the functions that `train` was given. `trust_code`: as in
     `Run.resume`. `bos`: add a BOS token to each text, so that its first token is scored. `template`: the chat template

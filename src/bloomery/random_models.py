@@ -42,7 +42,7 @@ class _RandomModel:
     """`config`: config.json without the ids of tokens. `ids`: the token of each id in it. `processor`: of images.
 
     `picture`: the token that stands where a picture's features do. `mark`: what the chat template writes instead,
-    between `before` and `after`. `others`: further special tokens.
+    between `before` and `after`. `others`: further special tokens. `words`: a text whose words are tokens, too.
     """
 
     config: Json
@@ -53,6 +53,7 @@ class _RandomModel:
     others: tuple[str, ...] = ()
     before: str = ""
     after: str = ""
+    words: str = ""
 
 
 _TEXT: Json = {
@@ -100,6 +101,34 @@ _SMOLVLM_LARGE_INIT = replace(
     _SMOLVLM,
     config=_SMOLVLM.config
     | {"text_config": _SMOLVLM.config["text_config"] | {"initializer_range": 0.15}},
+)
+# Of `bloomery demo vision`, which trains all of its two million weights: large ones at first, and short texts.
+_SMOLVLM_2M = replace(
+    _SMOLVLM,
+    config=_SMOLVLM.config
+    | {
+        "text_config": _TEXT
+        | {
+            "model_type": "llama",
+            "hidden_size": 160,
+            "intermediate_size": 448,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 5,
+            "initializer_range": 0.06,
+        },
+        "vision_config": {
+            "model_type": "smolvlm_vision",
+            "hidden_size": 128,
+            "intermediate_size": 512,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "image_size": 32,
+            "patch_size": 8,
+            "initializer_range": 0.08,
+        },
+    },
+    words="user assistant Which shape? Which color? circle square triangle red green blue",
 )
 _QWEN_TOWER: Json = {
     "hidden_size": 64,
@@ -206,6 +235,7 @@ _GEMMA4 = _RandomModel(
 MODELS: Mapping[str, _RandomModel] = MappingProxyType(
     {
         "smolvlm": _SMOLVLM,
+        "smolvlm-2m": _SMOLVLM_2M,
         "qwen3-vl": _QWEN3_VL,
         "qwen3.5": _QWEN3_5,
         "gemma4": _GEMMA4,
@@ -258,7 +288,7 @@ def _write_config(model: _RandomModel, folder: Path) -> None:
 
 def _write_tokenizer(model: _RandomModel, folder: Path) -> dict[str, int]:
     """The ids of all tokens: one for each byte, then the special ones."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     named = (model.before, model.after, *model.others, model.picture)
     special = [*_TURNS, *dict.fromkeys(token for token in named if token)]
@@ -267,6 +297,12 @@ def _write_tokenizer(model: _RandomModel, folder: Path) -> dict[str, int]:
     tokenizer = Tokenizer(bytes_alone)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    if model.words:
+        # Merged until each word is one token; each stands alone, too, as an answer does.
+        trainer = trainers.BpeTrainer(
+            initial_alphabet=alphabet, show_progress=False, vocab_size=2**16
+        )
+        tokenizer.train_from_iterator([model.words, *model.words.split(" ")], trainer)
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
     tokenizer.save(str(folder / "tokenizer.json"))
     mark = model.before + (model.mark or model.picture) + model.after

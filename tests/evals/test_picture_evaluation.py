@@ -1,14 +1,21 @@
 """A run on pictures is evaluated with them on its validation set; what would be scored blindly is refused."""
 
+import json
 import re
 import shutil
 
 import pytest
+from click.testing import CliRunner
 from plans_for_tests import tiny_plan
 from runs_of_the_loop import Run
 
+from bloomery.cli import cli
 from bloomery.core.errors import UserError
+from bloomery.data.examples import PICTURE, Example, Message, pictures_of
+from bloomery.data.shards import open_split
+from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.evals.evaluate import evaluate_model
+from bloomery.evals.picture_scores import _exchanged
 from bloomery.model.configs import read_config
 from bloomery.monitor.events import EvalDone
 from bloomery.plan.store import write_plan
@@ -49,11 +56,78 @@ def test_a_run_has_the_loss_of_its_own_evaluation(kind, tmp_path):
     assert note.startswith("same as in training") and "--data" not in note
 
 
-@pytest.mark.parametrize("data", ["rows/train.jsonl", "prepared-stop"])
-def test_what_would_be_scored_without_its_pictures_is_refused(data, tmp_path):
+def held_out_rows(folder):
+    """Those of the validation set, as rows beside the others."""
+    split = open_split(folder / "prepared-stop", "validation")
+    tokenizer = load_tokenizer(folder / "base")
+    texts = [tokenizer.decode(split.document(number).tolist()) for number in range(len(split))]
+    rows = [each for each in ROWS if any(each["messages"][1]["content"] in text for text in texts)]
+    assert len(rows) == len(texts) > 1
+    path = folder / "rows" / "held-out.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    return path
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl", "smolvlm"])
+def test_rows_are_scored_with_their_pictures_and_with_those_of_others(kind, tmp_path):
+    """On the rows of the validation set the loss is that of training's evaluation, which computes packed sequences."""
+    run = trained(tmp_path, kind)
+    rows = held_out_rows(tmp_path)
+    scores, notes = evaluate_model(run.folder, rows, step="last")
+    assert scores.loss == pytest.approx(run.of(EvalDone)[-1].loss, rel=1e-5)
+    assert 0 <= scores.right <= 1 and notes == []
+    assert scores.control_loss is not None
+    printed = CliRunner().invoke(
+        cli, ["eval", str(run.folder), "--data", str(rows), "--step", "last", "-d", "cpu"]
+    )
+    assert printed.exit_code == 0, printed.output
+    assert f"right      {scores.right:.1%} of {scores.conversations} conv" in printed.stdout
+    assert (
+        f"control    {scores.control_right:.1%} right, loss {scores.control_loss:.4f}"
+        in printed.stdout
+    )
+    # Two pictures alone: those of others are those that swap their colors.
+    shutil.move(tmp_path / "rows" / "red.png", tmp_path / "rows" / "other.png")
+    shutil.move(tmp_path / "rows" / "blue.png", tmp_path / "rows" / "red.png")
+    shutil.move(tmp_path / "rows" / "other.png", tmp_path / "rows" / "blue.png")
+    swapped, _ = evaluate_model(run.folder, rows, step="last")
+    assert swapped.loss != scores.loss
+    lines = rows.read_text().splitlines()
+    rows.write_text("".join(f"{line}\n" for line in lines if "red.png" in line))
+    assert evaluate_model(run.folder, rows, step="last")[0].control_loss is None
+
+
+def test_the_control_gives_each_conversation_pictures_of_another():
+    examples = [
+        Example(
+            f"row {n}",
+            "chat",
+            (),
+            ((Message("user", PICTURE, pictures=(f"{n}.png",)), Message("assistant", "a")),),
+        )
+        for n in range(40)
+    ]
+    exchanged = _exchanged(examples)
+    before = {example.source: pictures_of(example.responses[0]) for example in examples}
+    after = {example.source: pictures_of(example.responses[0]) for example in exchanged}
+    assert len(exchanged) >= 35  # a few keep their own by chance, and are left out
+    assert all(before[source] != pictures for source, pictures in after.items())
+    assert len(set(map(tuple, after.values()))) == len(after)
+    assert _exchanged(examples[:1]) == []
+
+
+def test_a_text_model_is_told_that_it_sees_nothing(tmp_path):
+    run = trained(tmp_path, "gemma3")
+    (tmp_path / "base" / "preprocessor_config.json").unlink()
+    with pytest.raises(UserError, match="reads text, and no pictures"):
+        evaluate_model(run.folder, tmp_path / "rows" / "train.jsonl", step="last")
+
+
+def test_what_would_be_scored_without_its_pictures_is_refused(tmp_path):
     run = trained(tmp_path, "gemma3")
     with pytest.raises(UserError, match="has pictures, and would be scored without them"):
-        evaluate_model(run.folder, tmp_path / data, step="last")
+        evaluate_model(run.folder, tmp_path / "prepared-stop", step="last")
     with pytest.raises(UserError, match="the dataset has pictures"):
         evaluate_model(run.folder, None, step="last", bos=False)
 

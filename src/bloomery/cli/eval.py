@@ -94,6 +94,7 @@ def command(
     Without --data, a run is evaluated on its validation set. In conversations, only assistant tokens are scored. A
     reward model is evaluated on preference pairs: accuracy, margin and loss. A run that trains with rewards completes
     its held-out prompts, or those of --data, and prints their mean reward with its 95% confidence interval.
+    Conversations with pictures are scored with them, and as a control with those of others.
 
     With --task, score the answers to a task file; with --lm-eval, tasks of lm-evaluation-harness. With --against, test
     the difference of two models. Results have 95% confidence intervals, and are recorded in a run.
@@ -145,6 +146,7 @@ def command(
         return
 
     from bloomery.evals.evaluate import TextScores
+    from bloomery.evals.picture_scores import PictureScores
     from bloomery.evals.rewards import RewardScores
 
     if isinstance(result, RewardScores):
@@ -157,7 +159,7 @@ def command(
             **{f"  {name}": f"{mean:.4f} on average" for name, mean in result.rewards.items()},
             "length": f"{result.mean_length:,.1f} tokens on average; {ended}",
         }
-    elif isinstance(result, TextScores):
+    elif isinstance(result, TextScores | PictureScores):
         bits = result.bits_per_byte
         lines = {
             "loss": f"{result.loss:.4f} nats per token",
@@ -166,6 +168,14 @@ def command(
             "tokens": f"{result.tokens:,}",
             "bytes": f"{result.bytes:,}",
         }
+        if isinstance(result, PictureScores):
+            answers = counted(result.conversations, "conversations")
+            lines["right"] = f"{result.right:.1%} of {answers}: the likeliest tokens are the answer"
+        if isinstance(result, PictureScores) and result.control_right is not None:
+            lines["control"] = (
+                f"{result.control_right:.1%} right, loss {result.control_loss:.4f},"
+                " with the pictures of other conversations"
+            )
     else:
         means = f"chosen {result.chosen_reward:.4f}, rejected {result.rejected_reward:.4f}"
         lines = {

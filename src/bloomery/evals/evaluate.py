@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -28,10 +28,12 @@ from bloomery.data.sources.files import DATA, TABLES, suffix_of
 from bloomery.data.sources.formats import NAMES, RequiredFormat
 from bloomery.data.sources.picture_columns import holds_pictures
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, refuse_unknown_ids
+from bloomery.evals.picture_scores import PictureScores, score_pictures
 from bloomery.evals.rewards import RewardScores, evaluate_rewards
 from bloomery.facts.config import refuse_values
 from bloomery.infer.load import OnText, Use, load_used
 from bloomery.infer.model_folder import ModelFiles, find_model
+from bloomery.infer.picture_prompts import open_eyes
 from bloomery.model.decoder import Decoder
 from bloomery.plan.store import read_plan
 from bloomery.plan.types import RunPlan
@@ -42,6 +44,7 @@ from bloomery.train.evaluation.scoring import PairMetrics, score_documents, scor
 from bloomery.train.objectives.build import pretraining
 from bloomery.train.state import add_tuned_vision
 
+ROWS_TO_LOOK_AT = 1000  # for pictures
 KINDS_OF_ROWS: tuple[RequiredFormat, ...] = ("sft", "pairs", "kto")  # the first takes text, too
 
 
@@ -86,8 +89,10 @@ def evaluate_model(
     use: Use | None = None,
     on_load: OnText = lambda _: None,
     trust_code: bool = False,
-) -> tuple[TextScores | PairMetrics | RewardScores, list[str]]:
+) -> tuple[TextScores | PictureScores | PairMetrics | RewardScores, list[str]]:
     """The scores on `data` (None: the validation set of a run), and notes that explain them. Raises UserError.
+
+    Conversations with pictures are scored with them, and with those of others as a control.
 
     A run that trains with rewards is judged by them, also on `data` with prompts.
 
@@ -113,6 +118,13 @@ def evaluate_model(
     if decoder.config.head == "values":
         length = None if plan is None else plan.data.sequence_length
         return evaluate_pairs(decoder, tokenizer, data, template=template, sequence_length=length)
+    if plan is None and not (data / "manifest.json").is_file():
+        examples = examples_with_pictures(data, tokenizer)
+        if examples is not None:
+            encoder = open_eyes(decoder, find_model(model, step))
+            return score_pictures(
+                decoder, tokenizer, encoder, examples, where=str(data), template=template
+            )
     if plan is not None and bos and template is None:
         weights = find_model(model, step).weights
         as_trained = evaluate_as_trained(decoder, tokenizer, plan, weights)
@@ -395,8 +407,24 @@ def _without_pictures(subject: str, where: str) -> UserError:
     return UserError(
         f"{subject} has pictures, and would be scored without them",
         where=where,
-        fix="run `bloomery eval RUN` alone: an sft run is scored on its validation set with its pictures",
+        fix="run `bloomery eval RUN` alone for its validation set, or with --data ROWS for conversations with pictures",
     )
+
+
+def examples_with_pictures(data: Path, tokenizer: Tokenizer) -> Iterator[Example] | None:
+    """The rows of a dataset, where any of the first has pictures. Raises UserError, also for a text among them."""
+    first = (content for content, _ in islice(_rows(data, tokenizer), ROWS_TO_LOOK_AT))
+    if not any(isinstance(content, Example) and holds_pictures(content) for content in first):
+        return None
+    return _conversations(data, tokenizer)
+
+
+def _conversations(data: Path, tokenizer: Tokenizer) -> Iterator[Example]:
+    for content, source in _rows(data, tokenizer):
+        if not isinstance(content, Example):
+            problem = "is a text among conversations with pictures"
+            raise UserError(problem, where=source, fix="give rows with messages")
+        yield content
 
 
 def _masked(
@@ -407,6 +435,17 @@ def _masked(
 
 
 def _contents(data: Path, tokenizer: Tokenizer) -> Iterator[str | tuple[int, ...] | Example]:
+    """Raises UserError for pictures."""
+    for content, source in _rows(data, tokenizer):
+        if isinstance(content, Example) and holds_pictures(content):
+            raise _without_pictures("the row", source)
+        yield content
+
+
+def _rows(
+    data: Path, tokenizer: Tokenizer
+) -> Iterator[tuple[str | tuple[int, ...] | Example, str]]:
+    """Each with where it is from."""
     root = data
     glob = None
     wildcard_parts = [
@@ -417,7 +456,7 @@ def _contents(data: Path, tokenizer: Tokenizer) -> Iterator[str | tuple[int, ...
         root = Path(*data.parts[: wildcard_parts[0]])
         glob = str(Path(*data.parts[wildcard_parts[0] :]))
     if root.is_file() and suffix_of(root) not in DATA | TABLES:
-        yield read_file(root)
+        yield read_file(root), str(root)
         return
     dataset = _open_any(Source(path=str(root), glob=glob))
     files = tuple(
@@ -429,9 +468,7 @@ def _contents(data: Path, tokenizer: Tokenizer) -> Iterator[str | tuple[int, ...
         replace(dataset, files=files), on_error="stop", stats=ReadStats()
     ):
         document = unpadded(document, pad_id=tokenizer.pad_id, ends=ends)
-        if document.example is not None and holds_pictures(document.example):
-            raise _without_pictures("the row", document.source)
-        yield document.content if document.tokens is None else document.tokens
+        yield document.content if document.tokens is None else document.tokens, document.source
 
 
 def _open_any(source: Source) -> Dataset:

@@ -61,14 +61,14 @@ class RowSample:
         """Of the whole source."""
         if self.is_whole or not self.documents:
             return len(self.documents)
-        first_file = self.dataset.files[0].path
-        if all(file.path.suffix == ".parquet" for file in self.dataset.files):
+        files = self.dataset.files  # none of a built-in dataset that is made from nothing
+        if files and all(file.path.suffix == ".parquet" for file in files):
             from pyarrow.parquet import read_metadata
 
-            return float(sum(read_metadata(file.path).num_rows for file in self.dataset.files))
+            return float(sum(read_metadata(file.path).num_rows for file in files))
         sample_bytes = sum(self.sizes)
-        if first_file.suffix in JSON_LINES:
-            with first_file.open("rb") as lines:
+        if files and files[0].path.suffix in JSON_LINES:
+            with files[0].path.open("rb") as lines:
                 sample_bytes = sum(map(len, islice(lines, len(self.documents))))
         return len(self.documents) * self.dataset.text_bytes / max(1, sample_bytes)
 

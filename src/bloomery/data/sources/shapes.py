@@ -13,10 +13,10 @@ from bloomery.data.pictures.references import OWN_DATA
 from bloomery.data.sources.formats import PROMPTS, RequiredFormat
 
 NAME = "shapes"
-NUM_PICTURES = 1500
+NUM_PICTURES = 3000
 SIDE = 32  # pixels
-SMALLEST = 6  # pixels from the middle of a shape to its edge
-LARGEST = 12
+SMALLEST = 10  # pixels from the middle of a shape to its edge
+LARGEST = 14
 SHAPES = ("circle", "square", "triangle")
 COLORS = {"red": (214, 40, 40), "green": (40, 160, 60), "blue": (40, 80, 214)}
 QUESTIONS = {"Which shape?": SHAPES, "Which color?": tuple(COLORS)}
@@ -27,7 +27,7 @@ def examples(required_format: RequiredFormat) -> Iterator[Example]:
 
     Each picture has one shape of one color on a pale ground. A question has three answers, equally often right.
     """
-    for number, (picture, question, answer) in enumerate(_rows()):
+    for number, (picture, question, answer) in enumerate(_rows(0, NUM_PICTURES)):
         prompt = Message("user", f"{PICTURE}{question}", pictures=(picture,))
         source = f"{NAME}:{number}"
         if required_format == PROMPTS:
@@ -36,12 +36,25 @@ def examples(required_format: RequiredFormat) -> Iterator[Example]:
             yield Example(source, "chat", (), ((prompt, Message("assistant", answer)),))
 
 
+def other_examples(count: int) -> list[Example]:
+    """Conversations about pictures that the dataset does not have."""
+    return [
+        Example(
+            f"new {NAME}:{number}",
+            "chat",
+            (Message("user", f"{PICTURE}{question}", pictures=(picture,)),),
+            ((Message("assistant", answer),),),
+        )
+        for number, (picture, question, answer) in enumerate(_rows(1, count))
+    ]
+
+
 @functools.cache  # a plan asks for their size, too
-def _rows() -> list[tuple[str, str, str]]:
+def _rows(seed: int, count: int) -> list[tuple[str, str, str]]:
     """Pictures as data URLs, each with its question and the right answer."""
-    draw = random.Random(0)
+    draw = random.Random(seed)
     rows = []
-    for number in range(NUM_PICTURES):
+    for number in range(count):
         # Together the three go through all combinations of shape, color and question.
         shape = SHAPES[number % 3]
         color = list(COLORS)[number // 3 % 3]
@@ -52,10 +65,10 @@ def _rows() -> list[tuple[str, str, str]]:
 
 
 def _drawn(shape: str, color: str, draw: random.Random) -> bytes:
-    """A PNG file. Sizes of the three shapes overlap, so that a count of colored pixels does not tell them apart."""
+    """A PNG file. Sizes overlap: a count of colored pixels does not tell a circle from the others."""
     from PIL import Image, ImageDraw
 
-    red, green, blue = (draw.randint(180, 210) for _ in range(3))
+    red, green, blue = (draw.randint(170, 230) for _ in range(3))
     picture = Image.new("RGB", (SIDE, SIDE), (red, green, blue))
     radius = draw.randint(SMALLEST, LARGEST)
     x = draw.randint(radius, SIDE - 1 - radius)

@@ -141,12 +141,19 @@ class Likelihood:
 
 
 @dataclass(frozen=True)
-class _ScoresAt:
+class ScoresAt:
     """A head that scores label n at position n of B * T alone, so that no other logits are computed."""
 
     positions_N: Tensor
     labels_N: Tensor
-    chunk: int
+    chunk: int  # positions whose logits are computed at once
+
+    @classmethod
+    def of(cls, positions: Sequence[int], labels: Sequence[int], decoder: Decoder) -> "ScoresAt":
+        """On the decoder's device, with chunks by its vocabulary."""
+        device = decoder.device
+        chunk = max(_LOGITS_AT_ONCE // decoder.config.vocab_size, 1)
+        return cls(sent(torch.tensor(positions), device), sent(torch.tensor(labels), device), chunk)
 
     def __call__(self, hidden_BTD: Tensor, output: nn.Linear, softcap: float | None) -> Tensor:
         """[2, N]: log-probabilities of the labels, and 1 where a label is the likeliest token."""
@@ -187,7 +194,6 @@ def score_continuations(
     # Batches of the longest inputs first; padding is at the end, outside causal attention.
     inputs = sorted(pairs_by_input, key=len, reverse=True)
     device = decoder.device
-    chunk = max(_LOGITS_AT_ONCE // decoder.config.vocab_size, 1)
     most_tokens = _tokens_a_forward(device)
     likelihoods = [Likelihood(0.0, False)] * len(pairs)
     position = 0
@@ -211,9 +217,7 @@ def score_continuations(
                     sizes.append(len(continuation))
                     positions += range(row_end - len(continuation), row_end)
                     labels += continuation
-            head = _ScoresAt(
-                sent(torch.tensor(positions), device), sent(torch.tensor(labels), device), chunk
-            )
+            head = ScoresAt.of(positions, labels, decoder)
             output: Output = decoder(sent(tokens_BT, device), head=head)
             pair_scores = output.head.float().cpu().split(sizes, 1)
             for pair, scores_2C in zip(batch_pairs, pair_scores, strict=True):
