@@ -1,11 +1,14 @@
 """Rollouts of prompts with pictures: what is sampled, trained on and rewarded sees them. Oracle: transformers."""
 
+import base64
+import io
 import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image, ImageColor
 from rollouts_for_tests import assert_same_training, completions, plan_of
 from safetensors.torch import load_file
 from test_picture_objectives import whole_logits
@@ -21,6 +24,7 @@ from bloomery.plan.store import write_plan
 from bloomery.plan.types import VisionPlan
 from bloomery.recipe.load import load_recipe
 from bloomery.recipe.rewards import ModelReward
+from bloomery.report.rewards import shown_completions
 from bloomery.train.objectives.build import batch_label_scores
 from bloomery.train.rl.rollout import RolloutSample, completion_span, pack
 from bloomery.train.rl.rollout_pictures import RolloutPictures
@@ -120,6 +124,18 @@ def test_completions_have_the_probabilities_of_transformers_with_their_pictures(
         far = sampled_logps(tmp_path / "base", tmp_path / "prepared", row, other)
         others.append((torch.tensor(row["logps"]) - far).abs().max())
     assert max(others) > 1e-3
+
+    # Pages about the run show each completion beside the picture that it is about.
+    seed = int(run.name.removeprefix("run-"))
+    write_plan(plan_of(recipe, "train.max_steps=1", f"train.seed={seed}"), run / "plan.json")
+    ((_, shown),) = shown_completions(run)
+    for completion in shown:
+        color = COLORS[int(completion.prompt.rpartition(" ")[2]) % 3]
+        (picture,) = completion.pictures
+        jpeg = Image.open(io.BytesIO(base64.b64decode(picture.url.partition(",")[2])))
+        expected = ImageColor.getrgb(color)
+        difference = zip(jpeg.getpixel((20, 30)), expected, strict=True)
+        assert max(abs(level - other) for level, other in difference) < 9 and jpeg.size == (40, 60)
 
 
 def sample_of(recipe, number, completion):

@@ -72,21 +72,32 @@ class Prompts:
 
     def __getitem__(self, number: int) -> Prompt:
         """The prompt of this number in the run; numbers from `len` on belong to later epochs."""
+        return self._read(self._document(number))
+
+    def pictures_of(self, number: int) -> tuple[bytes, ...]:
+        """Of the prompt of this number."""
+        return self._pictures(self._document(number))
+
+    def _document(self, number: int) -> int:
         if number < 0 or (number >= len(self) and not self._is_shuffled):
             raise IndexError(number)
         locate = self._visits.locate if self._is_shuffled else self._visits.in_order
         source, prompt_of_source = locate(number)
         (_, first_document) = self._split.part_starts[source]
-        return self._read(first_document + prompt_of_source)
+        return first_document + prompt_of_source
+
+    def _pictures(self, document: int) -> tuple[bytes, ...]:
+        stored = self._split.pictures
+        if stored is None:
+            return ()
+        return tuple(stored[number] for number in stored.of_document(document))
 
     def _read(self, document: int) -> Prompt:
         assert self._split.rows is not None
         ids = self._split.document(document)
         row = json.loads(self._split.rows[document])
         prompt = row["prompt"]
-        pictures: tuple[bytes, ...] = ()
-        if (stored := self._split.pictures) is not None:
-            pictures = tuple(stored[number] for number in stored.of_document(document))
+        pictures = self._pictures(document)
         if isinstance(prompt, str):
             return Prompt(ids, prompt, None, row["columns"], pictures)
         return Prompt(ids, self._tokenizer.decode(ids.tolist()), prompt, row["columns"], pictures)

@@ -188,7 +188,7 @@ class Sampled(Event):
     @property
     def titled(self) -> str:
         """`whole`, after the name of its image, where no image can be shown."""
-        name = self.image.rpartition("/")[2]
+        name = self.image.rpartition("/")[2].rsplit("-", 2)[0]  # without size and digest
         return f"[{name}] {self.whole}" if name else self.whole
 
 

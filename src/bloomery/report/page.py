@@ -85,6 +85,7 @@ def page(
         commands = f"bloomery resume {quote(name)}\n{commands}"
 
     mark_kinds = {mark.kind for mark in record.marks}
+    completions = shown_completions(folder)
     planned_claims = None
     if record.plan and record.machine:
         planned_claims = claims_of(record.plan, record.expected, record.machine)
@@ -117,7 +118,8 @@ def page(
         tasks=[
             interval_chart(_intervals(event)) for event in record.tasks if event.value is not None
         ],
-        completions=shown_completions(record.folder),
+        completions=completions,
+        shows_pictures=any(one.pictures for _, shown in completions for one in shown),
         **_samples(record),
         measured=measured_claims(record),
         planned=planned_claims,

@@ -5,17 +5,21 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from markupsafe import Markup
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_whole
 from bloomery.core.text import harmless
+from bloomery.data.pictures.thumbnails import Shown, shown_picture
+from bloomery.data.prompts import Prompts
 from bloomery.monitor.events import StepDone, is_damaged
+from bloomery.plan.store import read_plan
 from bloomery.report.charts import Point, Series, line_chart
 from bloomery.report.record import RunRecord
 
@@ -136,6 +140,7 @@ class ShownCompletion:
     rewards: str
     advantage: str
     ended: bool
+    pictures: tuple[Shown, ...] = ()
 
 
 def reward_series(record: RunRecord, smoothed: Sequence[Point]) -> list[Series]:
@@ -223,6 +228,7 @@ def shown_completions(folder: Path) -> list[tuple[str, list[ShownCompletion]]]:
     steps = sorted(int(match[1]) for name in names if (match := _ROLLOUT.fullmatch(name)))
     if not steps:
         return []
+    pictures = PromptPictures(folder)
     shown = []
     for step in dict.fromkeys((steps[0], steps[len(steps) // 2], steps[-1])):
         rows, num_damaged = _rows(folder / "completions" / f"step-{step:08d}.jsonl")
@@ -230,7 +236,7 @@ def shown_completions(folder: Path) -> list[tuple[str, list[ShownCompletion]]]:
             title = f"step {step:,}, {len(rows):,} completions"
             if num_damaged:
                 title += f", {num_damaged:,} damaged lines left out"
-            shown.append((title, _three_of(rows)))
+            shown.append((title, _three_of(rows, pictures)))
     return shown
 
 
@@ -258,7 +264,34 @@ def _rows(path: Path) -> tuple[list[dict[str, Any]], int]:
     return rows, num_damaged
 
 
-def _three_of(rows: Sequence[Mapping[str, Any]]) -> list[ShownCompletion]:
+@final
+class PromptPictures:
+    """Of a run's prompts, read in its prepared dataset."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def of(self, row: Mapping[str, Any]) -> tuple[Shown, ...]:
+        """Of a row of completions; none where the dataset is gone, or was prepared anew in another way."""
+        number = row.get("prompt_number")
+        if not isinstance(number, int) or self._prompts is None:
+            return ()
+        try:
+            contents = self._prompts.pictures_of(number)
+            return tuple(filter(None, map(shown_picture, contents)))
+        except (UserError, OSError, ValueError, IndexError):
+            return ()
+
+    @cached_property
+    def _prompts(self) -> Prompts | None:
+        try:
+            plan = read_plan(self._folder / "plan.json")
+            return Prompts(plan.data.prepared, seed=plan.train.seed)
+        except (UserError, OSError, ValueError):
+            return None
+
+
+def _three_of(rows: Sequence[Mapping[str, Any]], pictures: PromptPictures) -> list[ShownCompletion]:
     """By their rewards; of rows without any the first, the middle and the last."""
     if not rows:
         return []
@@ -268,7 +301,10 @@ def _three_of(rows: Sequence[Mapping[str, Any]]) -> list[ShownCompletion]:
     shown: dict[int, str] = {}
     for role, place in places.items():
         shown.setdefault(place, role)
-    return [_shown(role, by_reward[place]) for place, role in shown.items()]
+    return [
+        replace(_shown(role, by_reward[place]), pictures=pictures.of(by_reward[place]))
+        for place, role in shown.items()
+    ]
 
 
 def _finite(value: object) -> float | None:

@@ -132,6 +132,8 @@ def _draw_completion(completion: ShownCompletion) -> None:
         ui.label(", ".join(facts)).classes("font-medium")
         if completion.rewards:
             ui.label(completion.rewards).classes("text-xs opacity-75 break-words")
+        for picture in completion.pictures:
+            _draw_image(picture, "picture of the prompt")
         ui.label(redact_secrets(completion.prompt)).classes("studio-text opacity-75")
         ui.label(redact_secrets(completion.completion)).classes("studio-text")
 

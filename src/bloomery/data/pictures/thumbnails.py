@@ -5,6 +5,7 @@ import hashlib
 import io
 import re
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from bloomery.core.errors import UserError
@@ -63,6 +64,13 @@ def shown_thumbnail(run_dir: Path, place: str) -> Shown | None:
     if not content.startswith(_JPEG):
         return None
     return shown(content, int(named[1]), int(named[2]))
+
+
+def shown_picture(content: bytes) -> Shown | None:
+    """Of a prepared dataset; None where nothing is installed that decodes it."""
+    if find_spec("PIL") is None:
+        return None
+    return shown(*thumbnail(content))
 
 
 def shown(jpeg: bytes, width: int, height: int) -> Shown:

@@ -77,6 +77,8 @@ def write_completions(
             "logps": text.logps,
             "truncated": text.truncated,
         }
+        if prompts[text.prompt].pictures:  # which pages about the run read in the prepared dataset
+            entry["prompt_number"] = sample.prompt_number
         if sample.targets is not None:
             # Of each token, in place of one for all of them.
             del entry["advantage"]
