@@ -16,6 +16,7 @@ from transformers import AutoModelForImageTextToText
 
 from bloomery.core.errors import UserError
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
+from bloomery.export.convert import Changes, convert
 from bloomery.export.gguf import export_gguf, export_gguf_adapter
 from bloomery.export.gguf_format import gguf_library
 from bloomery.export.gguf_import import import_gguf
@@ -216,6 +217,44 @@ def test_keys_and_types_are_those_of_llama_cpp(kind: str, tmp_path: Path) -> Non
     assert all(types[name] == "F32" for name in types if name.endswith((".bias", "ln1.weight")))
 
 
+NOTES = {
+    "gemma3": ({}, ["no empty line before and after a picture"]),
+    "gemma4": (
+        {},
+        ["see those after them in all layers, this model in no layer", "70 to 1,120 tokens"],
+    ),
+    "smolvlm": ({"do_image_splitting": False}, ["cuts pictures into squares"]),
+    "mistral3": ({"size": {"longest_edge": 1540}}, ["GELU by tanh", "--image-max-tokens 3025"]),
+    "internvl": ({}, ["GELU by tanh", "56 pixels twice", "the position of the one before it"]),
+    "lfm2_vl": (
+        {"tile_size": 512, "min_image_tokens": 64, "max_image_tokens": 256, "max_tiles": 4},
+        ["GELU by tanh", "max_tiles 10, and this model's processor by 4"],
+    ),
+}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kind", NOTES)
+def test_what_llama_cpp_does_otherwise_is_named(kind: str, tmp_path: Path) -> None:
+    processor, parts = NOTES[kind]
+    folder = saved(kind, tmp_path / "base")
+    path = folder / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | processor))
+    planned, _ = written(folder, tmp_path / "mmproj.gguf", "q4_0")
+    assert planned.kind == "f16"  # llama.cpp has no towers of fewer bits than 8
+    assert len(planned.notes) == len(parts)
+    assert all(part in note for part, note in zip(parts, planned.notes, strict=True)), planned.notes
+
+
+def test_files_state_the_pictures_of_the_processor(tmp_path: Path) -> None:
+    planned, _ = written(saved("qwen3_vl", tmp_path / "qwen"), tmp_path / "qwen.gguf")
+    assert planned.metadata["clip.vision.image_min_pixels"] == 1024
+    assert planned.metadata["clip.vision.image_max_pixels"] == 8192
+    # One square a picture, of which llama.cpp else makes up to twelve.
+    planned, _ = written(saved("internvl", tmp_path / "internvl"), tmp_path / "internvl.gguf")
+    assert planned.metadata["clip.vision.preproc_max_tiles"] == 1
+
+
 def test_export_writes_both_files_and_the_mmproj_depends_on_the_tower_alone(tmp_path: Path) -> None:
     base = saved("qwen3_vl", tmp_path / "base")
     done = export_gguf(find_model(base), tmp_path / "out.gguf", kind="q8_0")
@@ -271,6 +310,16 @@ def test_what_an_adapter_changes_of_a_tower_is_in_the_file(tmp_path: Path) -> No
     assert changed == {"v.blk.0.attn_q.weight", "v.blk.1.attn_q.weight", "mm.model.fc.weight"}
     with pytest.raises(UserError, match="changes of what reads pictures"):
         export_gguf_adapter(files, tmp_path / "adapter.gguf")
+
+
+def test_a_conversion_writes_both_files_or_says_why_not(tmp_path: Path) -> None:
+    base = saved("smolvlm", tmp_path / "base")
+    done = convert(base, tmp_path / "out.gguf", gguf=True, verify=False)
+    assert done.mmproj == tmp_path / "mmproj-out.gguf"
+    longer = convert(
+        base, tmp_path / "longer.gguf", gguf=True, changes=Changes(context=1024), verify=False
+    )
+    assert longer.mmproj is None and any("no mmproj file" in proof for proof in longer.proofs)
 
 
 def test_ollamas_folder_names_both_files(tmp_path: Path) -> None:

@@ -14,16 +14,18 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForImageTextToText
 
 from bloomery.data.chat.render import chat_format
 from bloomery.data.examples import PICTURE, Message
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
-from bloomery.export.gguf import export_gguf
+from bloomery.export.gguf import export_gguf, export_gguf_adapter
 from bloomery.infer.load import Use, load_used
-from bloomery.infer.model_folder import find_model
+from bloomery.infer.model_folder import ModelFiles, find_model
 from bloomery.infer.past import Past
 from bloomery.infer.picture_prompts import open_eyes
 from bloomery.model.decoder import Decoder
@@ -75,7 +77,12 @@ CASES = {
     "gemma3": Case((56, 56), around=("\n\n", "\n\n")),
     "smolvlm": Case((128, 128)),
     "mistral3": Case((112, 84)),
-    "internvl": Case((56, 56), computed=move_positions),
+    # Two squares, and the whole as a third.
+    "internvl": Case(
+        (112, 56),
+        processor={"crop_to_patches": True},
+        computed=move_positions,
+    ),
     "lfm2_vl": Case(
         (256, 256),
         processor={"max_image_tokens": 256, "min_image_tokens": 64, "tile_size": 512},
@@ -132,12 +139,17 @@ def picture_of(size: tuple[int, int], *, blank: bool = False) -> str:
     return base64.b64encode(stream.getvalue()).decode()
 
 
-def server_of(model: Path, mmproj: Path) -> Any:
+def server_of(model: Path, mmproj: Path, lora: Path | None = None) -> Any:
     os.environ["LLAMA_MEDIA_MARKER"] = MARKER
     settings = llama_cpp.CommonParams()
     settings.model.path = str(model)
     settings.mmproj.path = str(mmproj)
     settings.mmproj_use_gpu = False
+    if lora is not None:
+        adapter = llama_cpp.CommonAdapterLoraInfo()
+        adapter.path = str(lora)
+        adapter.scale = 1.0
+        settings.lora_adapters = [adapter]
     settings.n_ctx = CONTEXT
     settings.n_parallel = 1
     settings.n_gpu_layers = 0
@@ -152,12 +164,11 @@ def server_of(model: Path, mmproj: Path) -> Any:
 class Seeing:
     """Bloomery's model."""
 
-    def __init__(self, kind: str, folder: Path, stack: ExitStack) -> None:
-        files = find_model(folder)
+    def __init__(self, kind: str, files: ModelFiles, stack: ExitStack) -> None:
         self.decoder = load_used(files, Use("cpu"), decodes=True)
         encoder = open_eyes(self.decoder, files)
         CASES[kind].computed(self.decoder)
-        self.form = stack.enter_context(chat_format(load_tokenizer(folder), None, encoder))
+        self.form = stack.enter_context(chat_format(load_tokenizer(files.tokenizer), None, encoder))
 
     def logprobs(self, picture: str) -> tuple[int, Tensor]:
         """The number of tokens of the prompt, and those after it."""
@@ -168,24 +179,17 @@ class Seeing:
         return len(prompt), logits[0].float().log_softmax(-1)
 
 
-@pytest.mark.parametrize("kind", CASES)
-@torch.no_grad()
-def test_llama_cpp_sees_a_picture_as_the_model_does(kind: str, tmp_path: Path) -> None:
+def assert_sees(kind: str, files: ModelFiles, server: Any) -> None:
+    """After a picture llama.cpp gives each token the log-probability that the model gives it."""
     case = CASES[kind]
-    folder = saved(kind, tmp_path / "base")
-    done = export_gguf(find_model(folder), tmp_path / "out.gguf", kind="f32")
-    assert done.mmproj is not None
     with ExitStack() as stack:
-        model = Seeing(kind, folder, stack)
+        model = Seeing(kind, files, stack)
         num_tokens, expected = model.logprobs(picture_of(case.size))
         _, blank = model.logprobs(picture_of(case.size, blank=True))
     before, after = case.around
-    server = server_of(done.folder, done.mmproj)
+    turn = f"<|im_start|>user\nab{before}{MARKER}{after}cd<|im_end|>\n<|im_start|>assistant\n"
     question = {
-        "prompt": {
-            "prompt_string": f"<|im_start|>user\nab{before}{MARKER}{after}cd<|im_end|>\n<|im_start|>assistant\n",
-            "multimodal_data": [picture_of(case.size)],
-        },
+        "prompt": {"prompt_string": turn, "multimodal_data": [picture_of(case.size)]},
         "n_predict": 1,
         "temperature": 0,
         "n_probs": 50,
@@ -200,3 +204,31 @@ def test_llama_cpp_sees_a_picture_as_the_model_does(kind: str, tmp_path: Path) -
     seen = max(abs(float(blank[entry["id"]] - expected[entry["id"]])) for entry in top)
     assert max(differences) < LIMIT
     assert seen > 50 * max(differences)
+
+
+@pytest.mark.parametrize("kind", CASES)
+@torch.no_grad()
+def test_llama_cpp_sees_a_picture_as_the_model_does(kind: str, tmp_path: Path) -> None:
+    files = find_model(saved(kind, tmp_path / "base"))
+    done = export_gguf(files, tmp_path / "out.gguf", kind="f32")
+    assert done.mmproj is not None
+    assert_sees(kind, files, server_of(done.folder, done.mmproj))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "smolvlm"])
+def test_llama_cpp_adds_an_adapter_of_the_language_model(kind: str, tmp_path: Path) -> None:
+    """Beside both files of the base."""
+    base = saved(kind, tmp_path / "base")
+    targets = r"model\.(text|language)_model\..*(q|down)_proj"
+    model = get_peft_model(
+        AutoModelForImageTextToText.from_pretrained(base), LoraConfig(r=2, target_modules=targets)
+    )
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(tmp_path / "adapter")
+    files = find_model(tmp_path / "adapter")
+    done = export_gguf(find_model(base), tmp_path / "out.gguf", kind="f32")
+    lora = export_gguf_adapter(files, tmp_path / "lora.gguf", kind="f32").folder
+    with torch.no_grad():
+        assert_sees(kind, files, server_of(done.folder, done.mmproj, lora))

@@ -71,8 +71,9 @@ def command(
     """Export MODEL in Hugging Face format or as GGUF.
 
     hf: a full model for transformers and vLLM. adapter: a LoRA adapter for PEFT. merged: adapters merged into their
-    base model, computed in float32. gguf: one file for llama.cpp and Ollama, adapters merged. gguf-adapter: a LoRA
-    adapter for llama.cpp. ollama: a folder for `ollama create`. vllm: a full or merged model in bfloat16.
+    base model, computed in float32. gguf: one file for llama.cpp and Ollama, adapters merged; a second one
+    (mmproj-NAME) for the pictures of a model that sees them. gguf-adapter: a LoRA adapter for llama.cpp.
+    ollama: a folder for `ollama create`. vllm: a full or merged model in bfloat16.
 
     Types of hf and merged: float32, bfloat16, float16. Of GGUF files: f32, f16, bf16, q8_0, q4_0, q4_K_M, q5_K_M,
     q6_K.

@@ -37,9 +37,10 @@ from bloomery.export.layouts import (
     write_other_files,
 )
 from bloomery.facts.config import ModelConfig, checked_config
+from bloomery.facts.pictures import vision_of
 from bloomery.infer.load import Use
 from bloomery.infer.model_folder import ModelFiles, find_model
-from bloomery.model.configs import grown
+from bloomery.model.configs import grown, stated_config
 from bloomery.model.io.parameters import dtype_in
 from bloomery.model.io.stored import dtype_of, read_object
 from bloomery.model.io.weights import VOCABULARY, fill_new_rows, write_json, write_model_piecewise
@@ -100,6 +101,11 @@ def convert(
             if not gguf:
                 return replace(done, proofs=(*proofs, *done.proofs))
             proofs += done.proofs
+            if vision_of(stated_config(files.base or files.weights)) is not None:
+                proofs.append(
+                    "differs    no mmproj file: changes are made in the language model alone; "
+                    "without them both files are written"
+                )
             files = find_model(folder)
 
         if gguf:

@@ -118,6 +118,7 @@ def plan_mmproj(
     settings = tower_settings(hf, projector)
     stored_tensors = _tower_tensors(folder)
     processor = projector.processor | _processor_settings(folder)
+    settings["processor"] = processor
     if (problem := _unsupported(projector, settings)) is not None:
         return problem
     if (problem := _missing(stored_tensors, processor)) is not None:
@@ -180,7 +181,7 @@ def _unsupported(projector: GgufProjector, settings: HfKeys) -> str | None:
             )
     if (
         "fullatt_block_indexes" in settings
-        and not projector.describe(settings | {"processor": {}})["vision.n_wa_pattern"]
+        and not projector.describe(settings)["vision.n_wa_pattern"]
     ):
         layers = settings["fullatt_block_indexes"]
         return f"{graph} has full attention in each n-th layer, and the tower in {layers}"
@@ -217,8 +218,7 @@ def _differences(
             "llama.cpp lets tokens of a picture see those after them in all layers, this model in "
             f"{layers[vision.both_ways]}"
         )
-    if projector.differs is not None:
-        yield projector.differs
+    yield from projector.differences(settings)
     if any(name.startswith(("audio_", "embed_audio.")) for name in left_out):
         yield "the mmproj file has no part for audio: llama.cpp hears nothing"
 
@@ -270,10 +270,7 @@ def _metadata(
         "block_count": "num_hidden_layers",
         "attention.head_count": "num_attention_heads",
     }
-    described = {
-        f"clip.{key}": value
-        for key, value in projector.describe(settings | {"processor": processor}).items()
-    }
+    described = {f"clip.{key}": value for key, value in projector.describe(settings).items()}
     return {
         "clip.has_vision_encoder": True,
         "clip.vision.projection_dim": _language_model(hf)["hidden_size"],

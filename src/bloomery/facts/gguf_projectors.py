@@ -5,7 +5,7 @@ compute is from `tools/mtmd/clip.cpp` and `tools/mtmd/models/*.cpp`, as of build
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from bloomery.facts.config_fields import HfKeys
 # A value of the metadata: its type there is that of Python's, integers are uint32, floats float32.
 Stated = bool | int | float | str | list[float] | list[bool]
 Describe = Callable[[HfKeys], Mapping[str, Stated]]
+Differences = Callable[[HfKeys], Iterator[str]]
 
 # What a file has in place of a tensor of the model. `frames`: the two slices of a convolution over time;
 # `thirds`: queries, keys and values, each alone; `pairs`: of each head the two numbers that are rotated together are
@@ -22,6 +23,11 @@ Describe = Callable[[HfKeys], Mapping[str, Stated]]
 # first all reds, then all greens; `axes_first`: positions as one table for columns and one for rows; `plus_one`: a norm
 # that is multiplied without adding 1.
 Change = Literal["frames", "thirds", "pairs", "channels_first", "colors", "axes_first", "plus_one"]
+
+
+def _no_differences(tower: HfKeys) -> Iterator[str]:
+    del tower
+    yield from ()
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,8 @@ class GgufProjector:
     `tower_settings`: other values are refused.
     `text_graph`: the graph of the language model that sees three axes of positions, by the name of the one that sees
     one. `deepstack`: the file of the language model states how many layers get features of inner layers of the tower.
-    `break_token`: whose embedding ends each row of features. `differs`: what the graph computes otherwise, a sentence.
+    `break_token`: whose embedding ends each row of features. `differences`: what llama.cpp does otherwise than the
+    model and its processor, from the same settings as `describe`.
     """
 
     name: str
@@ -54,7 +61,7 @@ class GgufProjector:
     text_graph: Mapping[str, str] = field(default_factory=dict)
     deepstack: bool = False
     break_token: str | None = None
-    differs: str | None = None
+    differences: Differences = _no_differences
 
 
 def _under(prefix: str, names: Mapping[str, str], target: str = "") -> dict[str, str]:
@@ -110,8 +117,8 @@ _NORM = "vision.attention.layer_norm_epsilon"
 
 # What a config.json says beside its vision_config of what follows the tower.
 _BESIDE = (
-    "scale_factor spatial_merge_size downsample_factor downsample_ratio projector_hidden_act min_dynamic_patch"
-    " max_dynamic_patch mm_tokens_per_image vision_feature_layer vision_feature_select_strategy"
+    "scale_factor spatial_merge_size downsample_factor downsample_ratio projector_hidden_act"
+    " mm_tokens_per_image vision_feature_layer vision_feature_select_strategy"
 ).split()
 
 
@@ -196,11 +203,24 @@ def _gemma3(tower: HfKeys) -> dict[str, Stated]:
     }
 
 
+def _differences_gemma3(tower: HfKeys) -> Iterator[str]:
+    del tower
+    yield "llama.cpp writes no empty line before and after a picture, and this model's processor does"
+
+
 def _gemma4(tower: HfKeys) -> dict[str, Stated]:
     pooled = tower["pooling_kernel_size"]
     scale: dict[str, Stated] = {"vision.projector.scale_factor": pooled}
     # llama.cpp's own conversion states no activation, of which its graph makes a quick GELU.
     return {_NORM: tower["rms_norm_eps"], "use_gelu": True, **(scale if pooled != 3 else {})}
+
+
+def _differences_gemma4(tower: HfKeys) -> Iterator[str]:
+    most = tower["processor"].get("max_soft_tokens", 280)
+    yield (
+        "llama.cpp leaves a picture of 70 to 1,120 tokens as large as it is, and this model's processor "
+        f"scales all to about {most:,} tokens"
+    )
 
 
 def _gemma4_unified(tower: HfKeys) -> dict[str, Stated]:
@@ -217,12 +237,27 @@ def _idefics3(tower: HfKeys) -> dict[str, Stated]:
     }
 
 
+def _differences_idefics3(tower: HfKeys) -> Iterator[str]:
+    if tower["processor"].get("do_image_splitting") is False:
+        yield "llama.cpp cuts pictures into squares, and this model's processor does not"
+
+
 def _pixtral(tower: HfKeys) -> dict[str, Stated]:
     return {
         _NORM: 1e-5,  # a constant: transformers' models/pixtral, PixtralAttentionLayer
         **_activation(tower),
         "vision.spatial_merge_size": tower["spatial_merge_size"],
     }
+
+
+def _differences_pixtral(tower: HfKeys) -> Iterator[str]:
+    longest = (tower["processor"].get("size") or {}).get("longest_edge", 0)
+    most = (longest // (tower["patch_size"] * tower["spatial_merge_size"])) ** 2
+    if most > 1024:
+        yield (
+            f"llama.cpp makes at most 1,024 tokens of a picture, and this model's processor up to {most:,}: "
+            f"run it with --image-max-tokens {most}"
+        )
 
 
 # PIL's numbers of what llama.cpp can resize with.
@@ -239,11 +274,32 @@ def _lfm2(tower: HfKeys) -> dict[str, Stated]:
     }
 
 
+# Of a picture, in tools/mtmd/mtmd-image.h, and of its tokens in clip.cpp.
+_LFM2_PROCESSOR = {
+    "do_image_splitting": True,
+    "min_tiles": 2,
+    "max_tiles": 10,
+    "tile_size": 512,
+    "min_image_tokens": 64,
+    "max_image_tokens": 256,
+    "max_pixels_tolerance": 2.0,
+}
+
+
+def _differences_lfm2(tower: HfKeys) -> Iterator[str]:
+    for key, value in _LFM2_PROCESSOR.items():
+        stated = tower["processor"].get(key, value)
+        if stated != value:
+            yield f"llama.cpp cuts pictures by {key} {value}, and this model's processor by {stated}"
+
+
 def _internvl(tower: HfKeys) -> dict[str, Stated]:
+    """Where nothing is stated, llama.cpp cuts a picture into up to 12 squares."""
+    processor = tower["processor"]
+    crops = processor.get("crop_to_patches", False)
     tiles = {
-        f"vision.preproc_{end}_tiles": tower[f"{end}_dynamic_patch"]
-        for end in ("min", "max")
-        if tower.get(f"{end}_dynamic_patch", 0) > 0
+        "vision.preproc_min_tiles": processor.get("min_patches", 1) if crops else 1,
+        "vision.preproc_max_tiles": processor.get("max_patches", 12) if crops else 1,
     }
     return {
         _NORM: tower["layer_norm_eps"],
@@ -251,6 +307,20 @@ def _internvl(tower: HfKeys) -> dict[str, Stated]:
         "vision.projector.scale_factor": int(1 / tower["downsample_ratio"]),
         **tiles,
     }
+
+
+def _differences_internvl(tower: HfKeys) -> Iterator[str]:
+    """models/internvl.cpp puts the class token last, and the table of positions stays as it was."""
+    if not tower["processor"].get("crop_to_patches", False):
+        side = tower["image_size"]
+        yield (
+            f"llama.cpp sees a picture that is wider or higher than {side} pixels twice, and this model's "
+            "processor once"
+        )
+    yield (
+        "llama.cpp gives each patch of a picture the position of the one before it, with files of its own "
+        "conversion too: features differ"
+    )
 
 
 GGUF_PROJECTORS: Mapping[str, GgufProjector] = MappingProxyType(
@@ -363,7 +433,7 @@ GGUF_PROJECTORS: Mapping[str, GgufProjector] = MappingProxyType(
                 "mm_tokens_per_image": 256,
             },
             describe=_gemma3,
-            differs="llama.cpp writes no empty line before and after a picture, and this model's processor does",
+            differences=_differences_gemma3,
             fixed={"hidden_act": _TANH},
         ),
         "gemma4": GgufProjector(
@@ -411,6 +481,7 @@ GGUF_PROJECTORS: Mapping[str, GgufProjector] = MappingProxyType(
                 "hidden_activation": "gelu_pytorch_tanh",
             },
             describe=_gemma4,
+            differences=_differences_gemma4,
             fixed={"hidden_activation": _TANH, "rope_theta": (100.0,)},
             key="clip.vision.projector_type",
         ),
@@ -445,6 +516,7 @@ GGUF_PROJECTORS: Mapping[str, GgufProjector] = MappingProxyType(
             },
             processor={"image_mean": [0.0, 0.0, 0.0], "image_std": [1.0, 1.0, 1.0]},
             describe=_gemma4_unified,
+            differences=_differences_gemma4,
             key="clip.vision.projector_type",
         ),
         "smolvlm": GgufProjector(
@@ -464,6 +536,7 @@ GGUF_PROJECTORS: Mapping[str, GgufProjector] = MappingProxyType(
                 "scale_factor": 2,
             },
             describe=_idefics3,
+            differences=_differences_idefics3,
             fixed={"hidden_act": _TANH},
         ),
         "mistral3": GgufProjector(
@@ -506,6 +579,7 @@ GGUF_PROJECTORS: Mapping[str, GgufProjector] = MappingProxyType(
                 "projector_hidden_act": "gelu",
             },
             describe=_pixtral,
+            differences=_differences_pixtral,
             fixed={
                 **_LAST_LAYER,
                 "hidden_act": ("gelu", "silu"),
@@ -538,6 +612,7 @@ GGUF_PROJECTORS: Mapping[str, GgufProjector] = MappingProxyType(
             },
             processor={"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]},
             describe=_lfm2,
+            differences=_differences_lfm2,
             fixed={
                 **_LAST_LAYER,
                 "hidden_act": _TANH,
@@ -586,11 +661,7 @@ GGUF_PROJECTORS: Mapping[str, GgufProjector] = MappingProxyType(
                 "vision_feature_select_strategy": "default",
             },
             describe=_internvl,
-            # models/internvl.cpp puts the class token last, and the table of positions stays as it was.
-            differs=(
-                "llama.cpp gives each patch of a picture the position of the one before it, with files of its own "
-                "conversion too: features differ"
-            ),
+            differences=_differences_internvl,
             fixed={
                 **_LAST_LAYER,
                 "hidden_act": ("gelu", "silu"),
