@@ -12,8 +12,8 @@ from bloomery.model.io.stored import vision_tensors
 from bloomery.plan.estimate.towers import TowerMemory, tower_flops
 from bloomery.plan.gather import prepared_facts
 from bloomery.plan.page import picture_lines
-from bloomery.plan.pictures import tower_in
-from bloomery.plan.resolve import local_facts, resolve, step_pictures, step_shape
+from bloomery.plan.pictures import step_pictures, tower_in
+from bloomery.plan.resolve import local_facts, resolve, step_shape
 from bloomery.recipe.load import load_recipe
 from pictures_for_tests import BLUE, RED, TEXT, prepared_rows, row
 

@@ -16,7 +16,8 @@ from bloomery.data.prepare.prepare import prepare
 from bloomery.data.shards import read_manifest
 from bloomery.plan.estimate.memory import tensor_bytes
 from bloomery.plan.gather import prepared_facts
-from bloomery.plan.resolve import local_facts, resolve, step_pictures
+from bloomery.plan.pictures import step_pictures
+from bloomery.plan.resolve import local_facts, resolve
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import load_recipe
 from bloomery.train.objectives.build import build_objective

@@ -24,8 +24,11 @@ from bloomery.infer.picture_prompts import open_eyes
 from bloomery.model.configs import read_config
 from bloomery.model.forward_input import ALL_LOGITS
 from bloomery.monitor.events import EvalDone
+from bloomery.plan.checkpoints import checkpoint_bytes
+from bloomery.plan.resolve import local_facts, resolve
 from bloomery.plan.store import write_plan
 from bloomery.plan.types import VisionPlan
+from bloomery.recipe.load import load_recipe
 from bloomery.recipe.schema import Lora, NoAdapter
 from bloomery.train.state import build_state
 from pictures_for_tests import BLUE, RED, TEXT, prepared_rows, row
@@ -368,3 +371,26 @@ def test_shards_resume_to_the_same_bits(tmp_path):
 )
 def test_shards_train_as_one_with_a_tower_on_every_rank(kind, sections, tmp_path):
     one_and_two_ranks(tmp_path, kind=kind, axis="shard", **sections)
+
+
+CHECKPOINTS = {
+    "all, averaged": ("adapter.kind=none", "vision.train=all", "train.ema_decay=0.9"),
+    "all, Muon": ("adapter.kind=none", "vision.train=all", "optimizer.kind=muon"),
+    "LoRA of two bytes": ("adapter.kind=lora", "adapter.vision=all", "adapter.dtype=bfloat16"),
+    "projector, int8": (
+        *("adapter.kind=lora", "vision.train=projector", "optimizer.state_dtype=int8"),
+    ),
+}
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_plan_has_the_size_of_a_checkpoint(name, tmp_path):
+    prepared = prepared_rows(tmp_path, ROWS[::2], kind="smolvlm", weights=True)
+    steps = ("train.max_steps=1", "train.precision=float32", "checkpoint.every=1 steps")
+    given = [f"data.prepared={prepared}", *steps, *CHECKPOINTS[name]]
+    loaded = load_recipe(tmp_path / "recipe.yaml", given)
+    plan = resolve(loaded, local_facts(loaded))
+    saved = Run(plan, tmp_path / "run").checkpoint(1)
+    tensors = [each for file in saved.glob("*.safetensors") for each in load_file(file).values()]
+    assert checkpoint_bytes(plan) == pytest.approx(sum(each.nbytes for each in tensors), rel=0.005)

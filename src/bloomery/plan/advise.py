@@ -29,7 +29,13 @@ from bloomery.hardware.profile import Profile, build_profile
 from bloomery.hardware.vendors import VENDORS
 from bloomery.plan import mesh
 from bloomery.plan.batch import Measure, small_chunk
-from bloomery.plan.checkpoints import checkpoint_bytes, interval_text, kill_cost, planned_save
+from bloomery.plan.checkpoints import (
+    checkpoint_bytes,
+    interval_text,
+    kill_cost,
+    planned_save,
+    weights_bytes,
+)
 from bloomery.plan.choices import ineffective_settings, reference_of, teacher_of
 from bloomery.plan.estimate.experts import filling_tokens
 from bloomery.plan.estimate.measured import StepEstimator
@@ -465,7 +471,7 @@ def _disk_bytes(recipe: Recipe, plan: RunPlan, step: StepShape) -> dict[str, flo
     if dataset is None and plan.total_tokens and claimed and claimed[0]:  # as the claims imply
         tokens = round(plan.total_tokens / claimed[0])
     one_checkpoint = checkpoint_bytes(plan, step.model)
-    weights = step.model.trainable_bytes(step.precision)
+    weights = weights_bytes(step.model, step.precision, step.pictures)
     bytes_factor = 1 if config.vocab_size <= 65536 else 2
     disk = {} if tokens is None else {"shards": float(tokens * TOKEN_BYTES * bytes_factor)}
     disk |= {

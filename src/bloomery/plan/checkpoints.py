@@ -9,6 +9,9 @@ from bloomery.plan import lengths
 from bloomery.plan.choices import ASKED
 from bloomery.plan.estimate.saves import estimate_save
 from bloomery.plan.estimate.states import TrainedModel
+from bloomery.plan.estimate.step import StepPictures
+from bloomery.plan.estimate.towers import TrainedTower
+from bloomery.plan.pictures import step_pictures
 from bloomery.plan.types import CheckpointPlan, KillCost, LayoutPlan, RunPlan, SaveEstimate
 from bloomery.recipe.schema import Recipe
 
@@ -25,6 +28,7 @@ def choose_checkpoints(
     layout: LayoutPlan | None,
     nodes: int,
     eval_steps: int | None,
+    pictures: StepPictures | None = None,
 ) -> Choice[CheckpointPlan]:
     """When the run saves. `eval_steps`: between two evaluations, None without any. Raises as `lengths.steps_of`.
 
@@ -41,7 +45,7 @@ def choose_checkpoints(
 
     # An evaluation that is the best so far saves its weights in any case. A whole checkpoint has optimizer states in
     # addition, and a kill then loses nothing before it: worth it where it takes little of the time to the next.
-    size = checkpoint_bytes_of(model, recipe.optimizer.kind, precision)
+    size = _checkpoint_bytes(model, recipe.optimizer.kind, precision, pictures)
     ranks = layout.replicate * layout.shard * layout.pipeline if layout else 1
     save = estimate_save(
         size, model.largest_bytes(precision), ranks=ranks, hosts=nodes, copies=async_save
@@ -79,15 +83,37 @@ def interval_text(checkpoint: CheckpointPlan) -> str:
     return format_seconds(checkpoint.every_seconds) + best
 
 
-def checkpoint_bytes_of(model: TrainedModel, optimizer: str, precision: str) -> float:
-    """Of one checkpoint: trainable parameters and optimizer states."""
-    return model.trainable_bytes(precision) + model.optimizer_bytes(optimizer, precision)
+def _checkpoint_bytes(
+    model: TrainedModel, optimizer: str, precision: str, pictures: StepPictures | None
+) -> float:
+    """Of one checkpoint: its weights and optimizer states."""
+    states = model.optimizer_bytes(optimizer, precision)
+    if pictures is not None:
+        states += TrainedTower(pictures, model, precision).state_bytes(optimizer)
+    return weights_bytes(model, precision, pictures) + states
+
+
+def weights_bytes(model: TrainedModel, precision: str, pictures: StepPictures | None) -> float:
+    """Of the weights in a checkpoint: trainable parameters. Of a model that sees pictures, which is no adapter, they
+    are the whole model, with what is frozen as it was published: mostly in half precision.
+    """
+    trainable = model.trainable_bytes(precision)
+    if pictures is None:
+        return trainable
+    tower = TrainedTower(pictures, model, precision)
+    trainable += tower.bytes
+    if model.mode.target_modules:
+        return trainable
+    frozen = pictures.weights - tower.numbers_in_full
+    frozen += model.weight_count if model.mode.freezes_model else 0
+    return trainable + 2 * frozen
 
 
 def checkpoint_bytes(plan: RunPlan, model: TrainedModel | None = None) -> float:
     """Of one checkpoint of a plan. `model`: that of the plan, if it is at hand."""
     model = model or TrainedModel.of(plan, plan.model.config)
-    return checkpoint_bytes_of(model, plan.optimizer.kind, plan.train.precision)
+    pictures = step_pictures(plan, plan.dataset)
+    return _checkpoint_bytes(model, plan.optimizer.kind, plan.train.precision, pictures)
 
 
 def planned_save(plan: RunPlan, model: TrainedModel | None = None) -> SaveEstimate:

@@ -25,7 +25,8 @@ from bloomery.model.configs import known_config
 from bloomery.plan.estimate.kernels import kernel_runs
 from bloomery.plan.estimate.mode import mode_of, setting_of
 from bloomery.plan.estimate.states import TrainedModel
-from bloomery.plan.estimate.step import ReferencePlace
+from bloomery.plan.estimate.step import ReferencePlace, StepPictures
+from bloomery.plan.estimate.towers import TrainedTower
 from bloomery.plan.types import DatasetFacts, RunPlan
 from bloomery.recipe.objectives import Grpo, Ppo, RewardedRollouts, Rloo, Rollouts, Taught
 from bloomery.recipe.schema import Adapter, AnyObjective, Lora, Peft, Recipe, VisionParts
@@ -418,7 +419,7 @@ def _has_bfloat16(recipe: Recipe, precision: str) -> bool:
 
 
 def arithmetic_choices(
-    recipe: Recipe, model: TrainedModel, *, precision: str
+    recipe: Recipe, model: TrainedModel, *, precision: str, pictures: StepPictures | None = None
 ) -> Iterator[tuple[str, Choice[str]]]:
     """By key: bytes of weights, gradients and states, compared with full fine-tuning."""
     if recipe.model.from_ is None:
@@ -431,6 +432,11 @@ def arithmetic_choices(
     full_parts = TrainedModel(model.config).state_parts("adamw", "bfloat16")
     bytes_each = ", ".join(f"{name} {size / numbers:.0f}" for name, size in full_parts.items())
     state_parts = model.state_parts(recipe.optimizer.kind, precision)
+    tower = None if pictures is None else TrainedTower(pictures, model, precision)
+    if tower is not None and tower.numbers:
+        state_parts["weights"] += tower.bytes
+        state_parts["gradients"] += tower.bytes
+        state_parts["states"] += tower.state_bytes(recipe.optimizer.kind)
     in_full = decimal(sum(full_parts.values()))
     bytes_in_all = sum(size / numbers for size in full_parts.values())
     rule = f"{bytes_in_all:.0f} bytes ({bytes_each}) for each of {format_count(numbers)}"
@@ -438,6 +444,8 @@ def arithmetic_choices(
         yield "model.from", Choice(f"training state {in_full}", f"full training: {rule} parameters")
         return
     sizes = ", ".join(f"{name} {decimal(size)}" for name, size in state_parts.items())
+    if tower is not None and tower.numbers:
+        sizes += f", with {format_count(tower.numbers)} parameters that read pictures"
     reason = f"{sizes}; full training with AdamW: {rule} parameters"
     yield (
         "model.from",

@@ -68,6 +68,8 @@ SETTINGS = (  # shown where a plan has them
     "data.chat.train_on",
     "adapter.kind",
     "adapter.target_modules",
+    "adapter.vision",
+    "vision.train",
     "model.from",
     "model.load_with",
     "model.vocab_size",

@@ -7,7 +7,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -17,9 +17,10 @@ from bloomery.data.shards import Manifest, open_split
 from bloomery.facts.picture_sizes import PictureShape
 from bloomery.facts.pictures import vision_of
 from bloomery.facts.towers import Tower, tower_of
-from bloomery.plan.types import PictureFacts, PictureLoad, PictureSize
+from bloomery.plan.estimate.step import StepPictures
+from bloomery.plan.types import DatasetFacts, PictureFacts, PictureLoad, PictureSize, RunPlan
 from bloomery.recipe.objectives import Rollouts
-from bloomery.recipe.schema import Recipe
+from bloomery.recipe.schema import Lora, Recipe
 
 LOOKED_AT = 256  # documents with pictures, whose sizes a plan reads
 SHOWN_SIZES = 3
@@ -165,3 +166,35 @@ def tokens_of_sizes(folder: Path | None, sizes: Sequence[tuple[int, int]]) -> li
         )
         for width, height in sizes
     ]
+
+
+def sees_both_ways(dataset: DatasetFacts | None) -> bool:
+    """Whether there are pictures whose tokens attend to those after them, in a model of this kind."""
+    facts = None if dataset is None else dataset.pictures
+    vision = None if facts is None else vision_of(json.loads(facts.raw_config))
+    return vision is not None and vision.both_ways != "none"
+
+
+def step_pictures(recipe: Recipe | RunPlan, dataset: DatasetFacts | None) -> StepPictures | None:
+    """None of a dataset without pictures."""
+    if dataset is None or not dataset.tower_weights:
+        return None
+    facts = dataset.pictures
+    adapter = recipe.adapter
+    seen = StepPictures(
+        weights=dataset.tower_weights,
+        train=recipe.vision.train,
+        adapted=adapter.vision if isinstance(adapter, Lora) else "none",
+        rank=adapter.rank if isinstance(adapter, Lora) else 0,
+        teacher_weights=dataset.teacher_tower_weights,
+        sequence_length=recipe.data.sequence_length,
+    )
+    if facts is None:
+        return seen
+    return replace(
+        seen,
+        tower=tower_in(facts.raw_config),
+        mean=facts.mean,
+        fullest=facts.fullest,
+        both_ways=sees_both_ways(dataset),
+    )

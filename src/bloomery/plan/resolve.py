@@ -4,7 +4,6 @@
 and resolves a recipe for this machine, with the local dataset.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +18,7 @@ from bloomery.data.prepare.prepare import prepared_folder
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.limits import Dequantizer
 from bloomery.facts.optimizers import OPTIMIZERS
-from bloomery.facts.pictures import SEES_BOTH_WAYS, vision_of
+from bloomery.facts.pictures import SEES_BOTH_WAYS
 from bloomery.hardware.calibration import threads
 from bloomery.hardware.dequantizers import dequantizer
 from bloomery.hardware.detect import detect
@@ -46,10 +45,10 @@ from bloomery.plan.estimate.activations import gpu_fallback_bytes, keeps_scores
 from bloomery.plan.estimate.measured import StepEstimator, compile_gain
 from bloomery.plan.estimate.mesh import ONE_DEVICE
 from bloomery.plan.estimate.states import TrainedModel
-from bloomery.plan.estimate.step import ReferencePlace, StepPictures, StepShape, Stream
+from bloomery.plan.estimate.step import ReferencePlace, StepShape, Stream
 from bloomery.plan.gather import Facts, fetch, gather
 from bloomery.plan.learning_rates import with_usual_values
-from bloomery.plan.pictures import tower_in
+from bloomery.plan.pictures import sees_both_ways, step_pictures
 from bloomery.plan.routers import counts_first, router_choices, router_plan
 from bloomery.plan.types import (
     LAZY_CONNECTIONS,
@@ -79,7 +78,6 @@ from bloomery.recipe.schema import (
     IF_INSTALLED,
     AnyObjective,
     Command,
-    Lora,
     PipelineTransport,
     Recipe,
     Wsd,
@@ -128,6 +126,7 @@ def resolve(loaded_recipe: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: 
         layout=layout,
         nodes=nodes,
         eval_steps=eval_steps,
+        pictures=step_pictures(recipe, facts.dataset),
     )
     return RunPlan(
         name=loaded_recipe.name,
@@ -522,38 +521,6 @@ def step_shape(
     )
 
 
-def sees_both_ways(dataset: DatasetFacts | None) -> bool:
-    """Whether there are pictures whose tokens attend to those after them, in a model of this kind."""
-    facts = None if dataset is None else dataset.pictures
-    vision = None if facts is None else vision_of(json.loads(facts.raw_config))
-    return vision is not None and vision.both_ways != "none"
-
-
-def step_pictures(recipe: Recipe | RunPlan, dataset: DatasetFacts | None) -> StepPictures | None:
-    """None of a dataset without pictures."""
-    if dataset is None or not dataset.tower_weights:
-        return None
-    facts = dataset.pictures
-    adapter = recipe.adapter
-    seen = StepPictures(
-        weights=dataset.tower_weights,
-        train=recipe.vision.train,
-        adapted=adapter.vision if isinstance(adapter, Lora) else "none",
-        rank=adapter.rank if isinstance(adapter, Lora) else 0,
-        teacher_weights=dataset.teacher_tower_weights,
-        sequence_length=recipe.data.sequence_length,
-    )
-    if facts is None:
-        return seen
-    return replace(
-        seen,
-        tower=tower_in(facts.raw_config),
-        mean=facts.mean,
-        fullest=facts.fullest,
-        both_ways=sees_both_ways(dataset),
-    )
-
-
 def _compiled(
     recipe: Recipe, facts: Facts, estimator: StepEstimator, eager: StepShape, scale: lengths.Scale
 ) -> Choice[bool]:
@@ -657,7 +624,12 @@ def _decisions(
         *vision_choices(recipe),
         *router_choices(recipe, config, accumulation=step.accumulation),
         *optimizer_choices.items(),
-        *arithmetic_choices(recipe, facts.model, precision=step.precision.value),
+        *arithmetic_choices(
+            recipe,
+            facts.model,
+            precision=step.precision.value,
+            pictures=step_pictures(recipe, facts.dataset),
+        ),
         *optimizer_memory_choices(recipe, accelerator=on_gpu, precision=step.precision.value),
     )
 

@@ -128,9 +128,8 @@ def tensors_at(step: StepShape, moment: StepMoment) -> dict[str, float]:
         parts["teacher"] = _teacher_bytes(step.teacher, step)
     if step.pictures is not None:
         tower = TowerMemory(step, step.pictures)
-        parts["vision tower"] = tower.weight_bytes
         parts["optimizer"] += 0.0 if is_offloaded else tower.optimizer_bytes
-        parts["pictures"] = moment.pictures
+        parts |= {"vision tower": tower.weight_bytes, "pictures": moment.pictures}
     if step.reference != "none":
         parts["reference model"] = reference_bytes(step)
     if step.mixed:

@@ -1,7 +1,7 @@
 """Memory of one device of FSDP2: shards of weights, gradients and states, and gathered layers."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from bloomery.facts.counting import Shape, is_layer_matrix, is_of_experts
@@ -11,6 +11,7 @@ from bloomery.plan.estimate.moments import StepMoment, moments
 from bloomery.plan.estimate.reference import reference_bytes
 from bloomery.plan.estimate.states import TrainedLayer
 from bloomery.plan.estimate.step import StepShape
+from bloomery.plan.estimate.towers import TowerMemory, with_pictures
 
 REDUCE_SCATTER_BYTES = 4  # per value: float32
 
@@ -18,7 +19,10 @@ REDUCE_SCATTER_BYTES = 4  # per value: float32
 def sharded_bytes(step: StepShape, shards: int) -> dict[str, float]:
     """Bytes at the peak by part."""
     model = step.model
-    peak = max(sharded_moments(step, shards), key=lambda moment: moment.total)
+    all_moments: Iterable[StepMoment] = sharded_moments(step, shards)
+    if step.pictures is not None:
+        all_moments = with_pictures(step, step.pictures, all_moments)
+    peak = max(all_moments, key=lambda moment: moment.total)
     weights = model.weight_bytes(step.precision) + model.adapter_bytes
     states = 0.0 if step.mode.offload else model.optimizer_bytes(step.optimizer, step.precision)
     parts = {
@@ -30,6 +34,10 @@ def sharded_bytes(step: StepShape, shards: int) -> dict[str, float]:
         "gathered layers": peak.copies,
         "temporaries": peak.temporaries,
     }
+    if step.pictures is not None:  # each rank has all that reads them
+        tower = TowerMemory(step, step.pictures)
+        parts["optimizer"] += 0.0 if step.mode.offload else tower.optimizer_bytes
+        parts |= {"vision tower": tower.weight_bytes, "pictures": peak.pictures}
     if step.reference != "none":
         parts["reference model"] = reference_bytes(step, shards=shards)
     return parts | overhead_bytes(step, parts)

@@ -318,7 +318,7 @@ class TrainedModel:
         for (name, shape, is_adapter), count in self._parameter_counts.items():
             weight_bytes = self.mode.adapter_bytes if is_adapter else weight_bytes_of(precision)
             value_bytes = (
-                4.0 if spec.float32_states else self._state_value_bytes(shape, weight_bytes)
+                4.0 if spec.float32_states else self.state_value_bytes(shape, weight_bytes)
             )
             total += count * spec.state_values(name, shape) * value_bytes
         return total + (self.trainable_bytes(precision) if self.mode.ema else 0.0)
@@ -329,7 +329,7 @@ class TrainedModel:
         sizes = list[int]()
         for (name, shape, is_adapter), count in self._parameter_counts.items():
             weight_bytes = self.mode.adapter_bytes if is_adapter else weight_bytes_of(precision)
-            value_bytes = self._state_value_bytes(shape, weight_bytes)
+            value_bytes = self.state_value_bytes(shape, weight_bytes)
             values = -(-math.prod(shape) // shard)
             if value_bytes == INT8_STATE_BYTES:
                 blocks = -(-values // INT8_BLOCK)
@@ -340,7 +340,7 @@ class TrainedModel:
             sizes += count * moments * tensors
         return sizes
 
-    def _state_value_bytes(self, shape: Shape, weight_bytes: int) -> float:
+    def state_value_bytes(self, shape: Shape, weight_bytes: int) -> float:
         """States of bfloat16 weights are bfloat16; with int8 those of small parameters are float32."""
         state_dtype = self.mode.state_dtype
         if state_dtype == "int8" and math.prod(shape) >= INT8_SMALLEST:

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 
-from bloomery.facts.optimizers import OPTIMIZERS
+from bloomery.facts.optimizers import OPTIMIZERS, USUAL_OPTIMIZER
 from bloomery.facts.pictures import is_projector
 from bloomery.facts.towers import UNREAD, Shape, Tower, is_linear_map
 from bloomery.plan.estimate.activations import checkpointing_interval
 from bloomery.plan.estimate.moments import StepMoment
-from bloomery.plan.estimate.states import count_values, weight_bytes_of
+from bloomery.plan.estimate.states import TrainedModel, count_values, weight_bytes_of
 from bloomery.plan.estimate.step import StepPictures, StepShape
 from bloomery.recipe.schema import VisionParts
 
@@ -83,6 +83,70 @@ PADDED = ("gemma4", "lfm2_vl")  # a mask of one byte keeps patches from padding
 
 
 @dataclass(frozen=True)
+class TrainedTower:
+    """What is trained of a tower and its projector, beside the language model `model`."""
+
+    pictures: StepPictures
+    model: TrainedModel
+    precision: str
+
+    @cached_property
+    def _in_full(self) -> Mapping[str, Shape]:
+        tower = self.pictures.tower
+        if tower is None:
+            return {}
+        train = self.pictures.train
+        return {name: shape for name, shape in tower.shapes.items() if _is_of(train, tower, name)}
+
+    @cached_property
+    def _adapter(self) -> Mapping[str, Shape]:
+        """LoRA's matrices."""
+        tower = self.pictures.tower
+        adapter: dict[str, Shape] = {}
+        if tower is None:
+            return adapter
+        for name, shape in tower.shapes.items():
+            if _is_of(self.pictures.adapted, tower, name) and is_linear_map(name, shape):
+                adapter[f"{name}.lora_A"] = (self.pictures.rank, shape[1])
+                adapter[f"{name}.lora_B"] = (shape[0], self.pictures.rank)
+        return adapter
+
+    @cached_property
+    def numbers_in_full(self) -> int:
+        return count_values(self._in_full.values())
+
+    @cached_property
+    def numbers(self) -> int:
+        return self.numbers_in_full + count_values(self._adapter.values())
+
+    @property
+    def bytes(self) -> float:
+        """Of what is trained, or of its gradients."""
+        in_full = self.numbers_in_full * weight_bytes_of(self.precision)
+        adapter = count_values(self._adapter.values()) * self.model.mode.adapter_bytes
+        return float(in_full + adapter)
+
+    def state_bytes(self, optimizer: str) -> float:
+        """Optimizer states, with the average of the weights. AdamW updates these parameters where the recipe's
+        optimizer has matrices of layers with a rate of their own.
+        """
+        kind = optimizer if OPTIMIZERS[optimizer].own_rate is None else USUAL_OPTIMIZER
+        spec = OPTIMIZERS[kind]
+        total = 0.0
+        weight_bytes = weight_bytes_of(self.precision)
+        groups = ((self._in_full, weight_bytes), (self._adapter, self.model.mode.adapter_bytes))
+        for shapes, bytes_of_weight in groups:
+            for name, shape in shapes.items():
+                value_bytes = (
+                    4.0
+                    if spec.float32_states
+                    else self.model.state_value_bytes(shape, bytes_of_weight)
+                )
+                total += spec.state_values(name, shape) * value_bytes
+        return total + (self.bytes if self.model.mode.ema else 0.0)
+
+
+@dataclass(frozen=True)
 class TowerMemory:
     """Of the tower of a step: bytes on its device."""
 
@@ -95,54 +159,27 @@ class TowerMemory:
         return 4 if self.step.precision == "float16" else self.step.element_bytes
 
     @cached_property
-    def trained(self) -> Mapping[str, Shape]:
-        """Shapes of what is trained, LoRA's matrices included."""
-        tower = self.pictures.tower
-        if tower is None:
-            return {}
-        trained: dict[str, Shape] = {}
-        for name, shape in tower.shapes.items():
-            if _is_of(self.pictures.train, tower, name):
-                trained[name] = shape
-            elif _is_of(self.pictures.adapted, tower, name) and is_linear_map(name, shape):
-                trained[f"{name}.lora_A"] = (self.pictures.rank, shape[1])
-                trained[f"{name}.lora_B"] = (shape[0], self.pictures.rank)
-        return trained
-
-    @cached_property
-    def trained_numbers(self) -> int:
-        return count_values(self.trained.values())
+    def trained(self) -> "TrainedTower":
+        return TrainedTower(self.pictures, self.step.model, self.step.precision)
 
     @property
     def gradient_bytes(self) -> float:
-        return float(self.trained_numbers * weight_bytes_of(self.step.precision))
+        return self.trained.bytes
 
     @property
     def weight_bytes(self) -> float:
-        in_full = self._in_full
-        frozen = self.pictures.weights - in_full
+        frozen = self.pictures.weights - self.trained.numbers_in_full
         frozen += self.pictures.teacher_weights
         return float(frozen * self.frozen_bytes_per_number) + self.gradient_bytes
 
     @property
     def optimizer_bytes(self) -> float:
-        spec = OPTIMIZERS[self.step.optimizer]
-        value_bytes = 2.0 if weight_bytes_of(self.step.precision) == 2 else 4.0
-        states = sum(spec.state_values(name, shape) for name, shape in self.trained.items())
-        return states * value_bytes
-
-    @property
-    def _in_full(self) -> int:
-        tower = self.pictures.tower
-        if tower is None:
-            return 0
-        shapes = tower.shapes.items()
-        return count_values(s for n, s in shapes if _is_of(self.pictures.train, tower, n))
+        return self.trained.state_bytes(self.step.optimizer)
 
     @property
     def autocasts(self) -> bool:
         """Whether weights that are trained have more digits than products."""
-        return self.trained_numbers > 0 and self.step.mixed
+        return self.trained.numbers > 0 and self.step.mixed
 
     @property
     def _has_graph(self) -> bool:
@@ -221,7 +258,7 @@ class TowerMemory:
     def kept(self) -> float:
         """For backward, of a tower or a projector that is trained."""
         tower = self.pictures.tower
-        if tower is None or not self.trained_numbers:
+        if tower is None or not self.trained.numbers:
             return 0.0
         projectors = 1 + tower.deep_features
         size = self.frozen_bytes_per_number
@@ -243,7 +280,7 @@ class TowerMemory:
     @property
     def _casts(self) -> float:
         """Autocast's copies of weights."""
-        return 2.0 * self._in_full if self.autocasts else 0.0
+        return 2.0 * self.trained.numbers_in_full if self.autocasts else 0.0
 
     @property
     def _layer(self) -> float:
@@ -317,7 +354,7 @@ def with_pictures(
         )
     for moment in passes:
         yield replace(moment, gradients=moment.gradients + waiting, pictures=held)
-    if memory.trained_numbers:  # its own gradients come as what it kept goes
+    if memory.trained.numbers:  # its own gradients come as what it kept goes
         yield StepMoment(
             gradients=update.gradients + waiting,
             activations=0.0,
