@@ -123,7 +123,7 @@ def take_fake_steps(plan: RunPlan, *, steps: int = 1) -> None:
             average=average_of(model, plan.train.ema_decay),
         )
         reference = None
-        if reference_of(plan.objective, plan.adapter).value == "copy":
+        if reference_of(plan.objective, plan.adapter, plan.vision.train).value == "copy":
             reference = on_gpu(empty_model(plan)).requires_grad_(False)
         objective = build_objective(
             plan,
