@@ -26,6 +26,7 @@ MORE = (
     "train/test_checkpoint.py",
     "train/test_fine_tuning_options.py",
     RESUMED,
+    "train/test_picture_rollouts.py",
     "train/test_picture_runs.py",
     "train/test_rollouts.py",
     "train/test_ppo_runs.py",

@@ -161,9 +161,10 @@ def test_samples_in_a_row_are_as_alone_also_with_the_token_of_a_picture(recipe):
             distinct = {sample.prompt_number for sample in some}
             assert len(batch.pictures.inputs["image_grid_thw"]) == len(distinct)
             with torch.no_grad():
+                sent = batch.map_tensors(lambda tensor: tensor.to(state.model.device))
                 scores = batch_label_scores(
-                    state.model, batch, ScoreSettings(64), precision="float32"
-                )
+                    state.model, sent, ScoreSettings(64), precision="float32"
+                ).cpu()
             numbers += [
                 scores[place.row, completion_span(sample, place)]
                 for sample, place in zip(some, places, strict=True)
@@ -339,11 +340,12 @@ def test_rewards_rise_with_pictures_and_not_with_those_of_other_rows(is_shuffled
     if is_shuffled:
         pairs = [(color, number) for color in COLORS for number in range(3)]
     rows = [prompt(*pair) for pair in pairs] * (1 if is_shuffled else 3)
-    recipe = write_recipe(tmp_path, "qwen3_vl", rows=rows)
-    plan = plan_of(recipe, "train.max_steps=60", "train.batch_size=36", "checkpoint.every=60 steps")
+    edits = ("data.sequence_length=512", "objective.max_completion_length=1")
+    recipe = write_recipe(tmp_path, "smolvlm", *edits, rows=rows)
+    steps = ("train.max_steps=80", "train.batch_size=36", "train.micro_batch_size=4")
+    plan = plan_of(recipe, *edits, *steps, "checkpoint.every=80 steps")
     events = train(plan, tmp_path / "run")
     rewards = [event["metrics"]["reward"] for event in fields(events, "StepDone")]
     print([round(reward, 2) for reward in rewards[::4]])
     last = sum(rewards[-10:]) / 10
-    assert (last > 0.9) != is_shuffled
-    assert last < 0.45 or not is_shuffled
+    assert last < 0.45 if is_shuffled else last > 0.8
