@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
+from transformers import AutoModelForImageTextToText
 
 import preloaded
 from bloomery.cli import cli, demo, demo_vision
@@ -65,6 +66,10 @@ def test_the_demo_from_random_weights_to_the_report(tmp_path, monkeypatch):
     assert [line for line in lines if len(line) > 100] == []
     assert "losses and gradients bitwise identical" in printed.stderr
     assert any(line.split()[:1] == ["shuffled"] for line in lines)
+    folder = Path("out/export/hf")
+    report = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)[1]
+    assert [*report["missing_keys"], *report["unexpected_keys"]] == []
+    assert (folder / "preprocessor_config.json").is_file()
     page = html.unescape(Path(result["report"]).read_text())
     assert "Right answers about new pictures" in page
 

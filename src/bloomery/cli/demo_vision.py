@@ -131,7 +131,7 @@ def _ask(folder: Path, story: Story, kill: Kill | None, start_time: float) -> di
     export_folder = folder / "export" / "hf"
     with story.busy("writing the report"):
         if not export_folder.exists():
-            export(model_folder(folder, "last"), export_folder)
+            export(model_folder(folder, "last"), export_folder, keeps_vision=True)
         last_step = next(reversed(accuracies))
         bars = Bars(
             "Right answers about new pictures",
