@@ -14,7 +14,9 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 from transformers import AutoModelForImageTextToText
 
+from bloomery.cli.common import show_export
 from bloomery.core.errors import UserError
+from bloomery.core.units import format_bytes
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.export.convert import Changes, convert
 from bloomery.export.gguf import export_gguf, export_gguf_adapter
@@ -255,7 +257,9 @@ def test_files_state_the_pictures_of_the_processor(tmp_path: Path) -> None:
     assert planned.metadata["clip.vision.preproc_max_tiles"] == 1
 
 
-def test_export_writes_both_files_and_the_mmproj_depends_on_the_tower_alone(tmp_path: Path) -> None:
+def test_export_writes_both_files_and_the_mmproj_depends_on_the_tower_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     base = saved("qwen3_vl", tmp_path / "base")
     done = export_gguf(find_model(base), tmp_path / "out.gguf", kind="q8_0")
     assert done.mmproj == tmp_path / "mmproj-out.gguf"
@@ -263,6 +267,13 @@ def test_export_writes_both_files_and_the_mmproj_depends_on_the_tower_alone(tmp_
     assert done.next.splitlines() == [
         f"llama-mtmd-cli -m {done.folder} --mmproj {done.mmproj} --image PICTURE -p TEXT",
         f"llama-server -m {done.folder} --mmproj {done.mmproj}",
+    ]
+
+    show_export(done)
+    lines = capsys.readouterr().out.splitlines()[-2:]
+    assert lines == [
+        f"{word:10} {path} ({format_bytes(path.stat().st_size)})"
+        for word, path in (("export", done.folder), ("mmproj", done.mmproj))
     ]
 
     # Another language model, under another name.
@@ -278,7 +289,8 @@ def test_export_writes_both_files_and_the_mmproj_depends_on_the_tower_alone(tmp_
     assert fields["general.architecture"].contents() == "qwen3vl"
     assert fields["qwen3vl.n_deepstack_layers"].contents() == 2
     assert fields["qwen3vl.rope.dimension_sections"].contents() == [2, 1, 1, 0]
-    import_gguf(done.folder, tmp_path / "text")
+    imported = import_gguf(done.folder, tmp_path / "text")
+    assert "the mmproj file beside it" in imported.proofs[-1]
     assert read_config(tmp_path / "text").family.startswith("qwen3")
     with pytest.raises(UserError, match="mmproj"):
         import_gguf(done.mmproj, tmp_path / "no-text")

@@ -374,9 +374,10 @@ def show_export(export: "Exported") -> None:
 
     for proof in export.proofs:
         echo(f"{'' if proof.startswith('differs') else 'verified   '}{proof}", err=True)
-    echo(f"export     {export.folder} ({format_bytes(export.bytes)})")
+    mmproj_bytes = 0 if export.mmproj is None else export.mmproj.stat().st_size
+    echo(f"export     {export.folder} ({format_bytes(export.bytes - mmproj_bytes)})")
     if export.mmproj is not None:
-        echo(f"mmproj     {export.mmproj} ({format_bytes(export.mmproj.stat().st_size)})")
+        echo(f"mmproj     {export.mmproj} ({format_bytes(mmproj_bytes)})")
     for command in export.next.splitlines():
         echo(f"next       {command}", err=True)
 

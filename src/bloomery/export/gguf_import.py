@@ -918,7 +918,10 @@ def import_gguf(path: Path, out: Path, *, dtype: str | None = None) -> Exported:
     counts = Counter(block.tensor_type.name for block in tensors.values())
     types = ", ".join(f"{count} {name}" for name, count in counts.most_common())
     proof = f"{len(tensors)} tensors ({types}) as {target}, {tokenizer.vocab_size:,} tokens"
-    return finished_export(out, [proof])
+    proofs = [proof]
+    if any(path.parent.glob("mmproj*.gguf")):
+        proofs.append("the language model alone: no tower is made of the mmproj file beside it")
+    return finished_export(out, proofs)
 
 
 def _last_matrix(config: ModelConfig) -> str:
