@@ -14,13 +14,14 @@ import uvicorn
 
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.infer.model_folder import find_model
+from bloomery.infer.picture_prompts import load_eyes
 from bloomery.model.adapters.many import Adapters
 from bloomery.model.io.weights import load_decoder
 from bloomery.serve.app import Server
 from bloomery.serve.engine import Engine
 from bloomery.serve.limits import Limits
 from bloomery.serve.listen import uvicorn_config
-from bloomery.serve.served import Served, opened_eyes, serve_loaded
+from bloomery.serve.served import Served, readable_source, serve_loaded
 
 LIMITS = Limits(slots=4, context=120, new_tokens=100, queue=200, seconds=60, body_bytes=20_000)
 
@@ -55,9 +56,12 @@ def running(
             decoder = load_decoder(folder)
             many = Adapters(decoder, adapters) if adapters else None
             tokenizer = load_tokenizer(folder)
-            eyes = opened_eyes(decoder, find_model(folder), print)
+            files = find_model(folder)
+            source = readable_source(files, print)
+            if source is not None:
+                load_eyes(decoder, files, source)
             models.append(
-                serve_loaded(decoder, tokenizer, name, limits, stack, template, many, eyes)
+                serve_loaded(decoder, tokenizer, name, limits, stack, template, many, source)
             )
         engine = stack.enter_context(Engine(models, limits))
         endpoints = Server(engine, token=token, defaults=defaults)

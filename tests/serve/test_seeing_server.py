@@ -7,7 +7,9 @@ import threading
 import time
 from base64 import b64encode
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,13 @@ from PIL import Image
 from server_for_tests import LIMITS, Running, running
 from test_serve import client_of, idle, post
 
+from bloomery.core.errors import UserError
+from bloomery.core.units import format_bytes
 from bloomery.data.examples import Message
 from bloomery.data.pictures.reader import Picture, PictureReader
+from bloomery.infer.decode import RunningBatch, TextUpdate
+from bloomery.infer.load import Use
+from bloomery.serve.served import load_served
 from pictures_for_tests import answer_of_transformers, bomb, png, save_base
 
 CHAT = "/v1/chat/completions"
@@ -148,6 +155,29 @@ class TestAnswers:
         status, counted = post(server, "/v1/messages/count_tokens", body)
         assert counted["input_tokens"] == message["usage"]["input_tokens"]
 
+    def test_the_check_of_memory_counts_the_tower(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        lines = list[str]()
+        with ExitStack() as stack:
+            load = partial(
+                load_served, folder, "a", SEEING, stack, use=Use("cpu"), on_load=lines.append
+            )
+            decoder = load().decoder
+            needed = sum(each.nbytes for each in (*decoder.parameters(), *decoder.buffers()))
+            needed += sum(each.nbytes for each in decoder.vision.tower.parameters())
+            assert f"weights: {format_bytes(needed)}," in lines[0]
+            texts_alone = load_served(
+                *(folder, "a", replace(SEEING, pictures=0), stack),
+                use=Use("cpu"),
+                on_load=lines.append,
+            )
+            assert texts_alone.decoder.vision is None and texts_alone.intake is None
+            assert lines[1] != lines[0]
+            monkeypatch.setattr(Use, "free_bytes", lambda _: needed)
+            with pytest.raises(UserError, match="does not fit"):
+                load()
+
     def test_the_model_says_that_it_sees(self, client: openai.OpenAI) -> None:
         (model,) = client.models.list().data
         assert model.model_extra["input_modalities"] == ["text", "image"]
@@ -221,19 +251,30 @@ class TestHostile:
         self, server: Running, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("bloomery.serve.engine.MOST_WAITING_BYTES", 1)
-        long = {**asked(url("red")), "max_tokens": 100, "n": 4, "min_tokens": 100}
+        release = threading.Event()
+        step = RunningBatch.step
+
+        def held(batch: RunningBatch) -> Iterator[TextUpdate]:
+            assert release.wait(60)
+            return step(batch)
+
+        monkeypatch.setattr(RunningBatch, "step", held)
+        several = {**asked(url("red")), "n": 4}
         statuses = list[int]()
         threads = [
-            threading.Thread(target=lambda: statuses.append(post(server, CHAT, long)[0]))
+            threading.Thread(target=lambda: statuses.append(post(server, CHAT, several)[0]))
             for _ in range(2)
         ]
-        for thread, count in zip(threads, (4, 8), strict=True):
-            thread.start()  # the first takes all slots, and the second waits
-            until = time.monotonic() + 20
-            while server.engine.waiting + server.engine.running < count:
-                assert time.monotonic() < until
-                time.sleep(0.002)
-        status, body = post(server, CHAT, asked(url("red")))
+        try:
+            for thread, count in zip(threads, (4, 8), strict=True):
+                thread.start()  # the first takes all slots, and the second waits
+                until = time.monotonic() + 50
+                while server.engine.waiting + server.engine.running < count:
+                    assert time.monotonic() < until
+                    time.sleep(0.002)
+            status, body = post(server, CHAT, asked(url("red")))
+        finally:
+            release.set()
         for thread in threads:
             thread.join()
         assert (status, body["error"]["code"]) == (503, "queue_full")

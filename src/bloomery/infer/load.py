@@ -33,6 +33,7 @@ from bloomery.model.configs import headers_of, stated_config, untied_note
 from bloomery.model.decoder import Decoder
 from bloomery.model.experts import ExpertMLPs
 from bloomery.model.io.weights import load_decoder, quantize_model, quantized_weights
+from bloomery.model.vision import tower_dtype
 from bloomery.plan.choices import NOT_RUN, decodes_with_kernel
 from bloomery.recipe.schema import Quantize
 
@@ -111,26 +112,33 @@ def load_used(
     on_load: OnText = lambda _: None,
     cached: tuple[int, int] = (1, CONTEXT),
     decodes: bool = False,
+    tower: int = 0,
 ) -> Decoder:
     """The decoder, quantized and in the precision of its run.
 
     `dtype`: for a model without a run, or whose precision the device lacks; None: as stored. `on_load` receives what is
     loaded, its memory, and why results may differ from the run's. Raises UserError before allocating when it does not
     fit. `cached`: the slots of the KV cache, and the tokens of each at most. `decodes`: new tokens go to a kernel for
-    decoding, where the GPU has one.
+    decoding, where the GPU has one. `tower`: parameters of a vision tower that is loaded after that.
     """
-    return _load(files, use, dtype, on_load, cached, decodes=decodes)[0]
+    return _load(files, use, dtype, on_load, cached, decodes=decodes, tower=tower)[0]
 
 
 def load_fitting(
-    files: ModelFiles, use: Use, *, slots: int, parts: int = 1, on_load: OnText = lambda _: None
+    files: ModelFiles,
+    use: Use,
+    *,
+    slots: int,
+    parts: int = 1,
+    tower: int = 0,
+    on_load: OnText = lambda _: None,
 ) -> tuple[Decoder, int]:
     """As `load_used`, to decode, with the tokens of each slot that fit into memory: the model's context, or less, with
     a line.
 
     `parts`: the KV caches of how many models share the free memory.
     """
-    return _load(files, use, None, on_load, (slots, None), parts, decodes=True)
+    return _load(files, use, None, on_load, (slots, None), parts, decodes=True, tower=tower)
 
 
 def _load(
@@ -142,6 +150,7 @@ def _load(
     parts: int = 1,
     *,
     decodes: bool,
+    tower: int,
 ) -> tuple[Decoder, int]:
     # Quantization: as requested, else as the run trained.
     trained = files.trained
@@ -192,8 +201,12 @@ def _load(
             prepare_weights(decoder, precision)
         nonlocal context
         slots, tokens = cached
-        context = _fitting_context(decoder, use, slots * parts) if tokens is None else tokens
-        _refuse_full(decoder, quantize, use, str(files.weights), on_load, (slots, context))
+        weight_bytes = sum(tensor.nbytes for tensor in (*decoder.parameters(), *decoder.buffers()))
+        weight_bytes += tower * tower_dtype(decoder.model.embed_tokens.weight.dtype).itemsize
+        context = tokens or _fitting_context(decoder, use, slots * parts, weight_bytes)
+        _refuse_full(
+            decoder, quantize, use, str(files.weights), on_load, (slots, context), weight_bytes
+        )
         if tokens is None and context < (longest := decoder.config.max_positions):
             on_load(
                 f"context: {context:,} of the model's {longest:,} tokens: its KV cache for {slots} requests fits in "
@@ -276,10 +289,10 @@ def _refuse_full(
     where: str,
     on_load: OnText,
     cached: tuple[int, int],
+    weight_bytes: int,
 ) -> None:
     """Report the memory needed. Raises UserError with a command when it exceeds the free memory."""
     # Weights, KV cache, the largest matrix dequantized, and a forward's workspace.
-    weight_bytes = sum(tensor.nbytes for tensor in (*decoder.parameters(), *decoder.buffers()))
     config = decoder.config
     itemsize = decoder.model.embed_tokens.weight.itemsize
     slots, context = cached
@@ -318,11 +331,10 @@ def _working_bytes(decoder: Decoder, itemsize: int) -> int:
     return max(sizes, default=0) * (itemsize + DEQUANTIZE_SCRATCH_BYTES) + WORKSPACE
 
 
-def _fitting_context(decoder: Decoder, use: Use, slots: int) -> int:
+def _fitting_context(decoder: Decoder, use: Use, slots: int, weight_bytes: int) -> int:
     """The tokens of each slot: the model's context, or the largest that leaves memory to other programs."""
     config = decoder.config
     itemsize = decoder.model.embed_tokens.weight.itemsize
-    weight_bytes = sum(tensor.nbytes for tensor in (*decoder.parameters(), *decoder.buffers()))
     free_bytes = use.free_bytes() - weight_bytes - _working_bytes(decoder, itemsize)
     max_cache_bytes = free_bytes * use.cache_share
 

@@ -4,6 +4,7 @@ T tokens of a piece, N of them of pictures.
 """
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import final
@@ -22,8 +23,9 @@ from bloomery.infer.forward import refuse_other_number
 from bloomery.infer.model_folder import ModelFiles
 from bloomery.model.adapters.tower import open_tower
 from bloomery.model.decoder import Decoder
+from bloomery.model.io.stored import vision_tensors
 from bloomery.model.pictures import SeenPictures
-from bloomery.model.vision import PictureFeatures
+from bloomery.model.vision import PictureFeatures, tower_dtype
 
 
 def seen_in_piece(
@@ -92,21 +94,25 @@ def picture_source(files: ModelFiles) -> VisionSource | None:
 def load_eyes(decoder: Decoder, files: ModelFiles, source: VisionSource) -> None:
     """From now on prompts may have pictures: loads the tower, unless it is there. Raises UserError."""
     if decoder.vision is None:
-        # float16 overflows in some towers, as in residual streams of language models.
-        dtype = decoder.model.embed_tokens.weight.dtype
-        dtype = torch.float32 if dtype == torch.float16 else dtype
         folder = Path(source.folder)
         adapter = None if files.base is None else files.weights
         decoder.see(
             open_tower(
                 source.vision,
                 folder,
-                dtype=dtype,
+                dtype=tower_dtype(decoder.model.embed_tokens.weight.dtype),
                 device=decoder.device,
                 adapter=adapter,
                 config=decoder.config,
             )
         )
+
+
+def tower_parameters(source: VisionSource | None) -> int:
+    """How many `load_eyes` loads: for the check of memory before."""
+    if source is None:
+        return 0
+    return sum(math.prod(tensor.shape) for tensor in vision_tensors(Path(source.folder)).values())
 
 
 def seeing_source(files: ModelFiles) -> VisionSource:

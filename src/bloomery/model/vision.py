@@ -188,6 +188,11 @@ def blank_tower(vision: Vision) -> tuple[Any, str]:
     return tower, language_model
 
 
+def tower_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Beside a language model of this dtype: float16 overflows in some towers, as in residual streams."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
 def load_tower(
     vision: Vision,
     folder: Path,

@@ -26,7 +26,7 @@ from bloomery.infer.grammar import JsonGrammars, JsonText
 from bloomery.infer.load import Use, load_fitting, load_used
 from bloomery.infer.model_folder import ModelFiles, find_model, model_folder
 from bloomery.infer.past import Past, is_length_independent
-from bloomery.infer.picture_prompts import open_eyes, picture_source
+from bloomery.infer.picture_prompts import load_eyes, picture_source, tower_parameters
 from bloomery.infer.sampling import known_ids
 from bloomery.model.adapters.many import Adapters
 from bloomery.model.adapters.settings import refuse_other_base
@@ -185,14 +185,21 @@ def load_served(
     """
     files = find_model(model, step)
     use = use or Use.local()
+    source = readable_source(files, on_load) if limits.pictures else None
+    tower = tower_parameters(source)
     if limits.context is None:
         decoder, context = load_fitting(
-            files, use, slots=limits.slots, parts=parts, on_load=on_load
+            files, use, slots=limits.slots, parts=parts, tower=tower, on_load=on_load
         )
         limits = replace(limits, context=context)
     else:
         decoder = load_used(
-            files, use, on_load=on_load, cached=(limits.slots, limits.context), decodes=True
+            files,
+            use,
+            on_load=on_load,
+            cached=(limits.slots, limits.context),
+            decodes=True,
+            tower=tower,
         )
     refuse_values(decoder.config, where=str(model))
     loaded_adapters = None
@@ -201,24 +208,22 @@ def load_served(
         for folder in folders.values():
             refuse_other_base(folder, files.weights)
         loaded_adapters = Adapters(decoder, folders)
-    source = opened_eyes(decoder, files, on_load) if limits.pictures else None
+    if source is not None:
+        load_eyes(decoder, files, source)
     compile_step(decoder, on_load)
     tokenizer = load_tokenizer(files.tokenizer)
     return serve_loaded(decoder, tokenizer, name, limits, stack, template, loaded_adapters, source)
 
 
-def opened_eyes(
-    decoder: Decoder, files: ModelFiles, on_load: Callable[[str], None]
-) -> VisionSource | None:
-    """Loads what reads pictures, in place; None of a model that reads text alone, or whose pictures are not readable,
-    with a line.
+def readable_source(files: ModelFiles, on_load: Callable[[str], None]) -> VisionSource | None:
+    """What reads the pictures of a model; None of one that reads text alone, or whose pictures are not readable, with a
+    line.
     """
     source = picture_source(files)
     if source is None:
         return None
     try:
         PictureProcessor(Path(source.folder), source.vision)
-        open_eyes(decoder, files)
     except UserError as error:
         on_load(f"images: refused, because {error.problem}")
         return None
