@@ -12,6 +12,7 @@ from bloomery.core.errors import UserError
 from bloomery.data.loader import Loader
 from bloomery.data.order import Cursor
 from bloomery.model.configs import read_config
+from bloomery.plan.types import VisionPlan
 from bloomery.recipe.objectives import Reward
 from bloomery.recipe.schema import Lora, NoAdapter
 from bloomery.train.state import refuse_pictures
@@ -83,14 +84,18 @@ def test_a_run_learns_what_it_sees_and_nothing_where_all_look_alike(tmp_path, ro
 @pytest.mark.parametrize(
     ("section", "changes", "named"),
     [
-        ("train", {"stream": "layers"}, "parallel.stream"),
         ("train", {"pipeline": 2}, "parallel.pipeline"),
         ("train", {"context": 2}, "parallel.context"),
         ("", {"objective": Reward(kind="reward")}, "reward without an adapter"),
+        (
+            *("train", {"stream": "layers"}),
+            "parallel.stream of trained weights beside a tower that is trained",
+        ),
     ],
 )
 def test_what_pictures_exclude_is_refused(section, changes, named, tmp_path):
-    plan = tiny_plan().model_copy(update={"adapter": NoAdapter()})
+    changed = {"adapter": NoAdapter(), "vision": VisionPlan(train="all")}
+    plan = tiny_plan().model_copy(update=changed)
     if section:
         part = getattr(plan, section).model_copy(update=changes)
         changes = {section: part}
