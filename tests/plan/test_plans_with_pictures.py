@@ -113,3 +113,20 @@ def test_longer_sequences_have_more_pictures(tmp_path):
     )
     longer = replace(shape, sequence_length=2 * shape.sequence_length)
     assert TowerMemory(longer, pictures).passing == 2 * TowerMemory(shape, pictures).passing > 0
+
+
+def test_a_picture_of_both_answers_is_read_once(tmp_path):
+    question = [{"role": "user", "content": [RED, TEXT]}]
+    answers = {
+        name: [{"role": "assistant", "content": color}]
+        for name, color in (("chosen", "red"), ("rejected", "blue"))
+    }
+    rows = [{"prompt": question, **answers}] * 4
+    prepared = prepared_rows(tmp_path, rows, objective="dpo", weights=True)
+    path = tmp_path / "recipe.yaml"
+    facts = local_facts(load_recipe(path, [f"data.prepared={prepared}"])).dataset
+    guessed = local_facts(load_recipe(path, ["data.prepared=elsewhere"])).dataset
+    assert facts.pictures.pictures_per_epoch == 8
+    assert facts.pictures.mean.patches * facts.sequences_per_epoch == 4 * 8
+    assert facts.pictures.mean.features * facts.sequences_per_epoch == 8 * 2
+    assert guessed.pictures == facts.pictures

@@ -357,6 +357,7 @@ def _pictures(plan: "RunPlan") -> dict[str, Any] | None:
         "pictures_per_epoch": facts.pictures_per_epoch,
         "looked_at": facts.looked_at,
         "sizes": facts.sizes,
+        "of_picture": facts.of_picture,
         "mean_of_sequence": facts.mean,
         "fullest_sequence": facts.fullest,
     }

@@ -670,6 +670,7 @@ def _checked_rows(recipe: Recipe) -> _CheckedRows:
             for example in of_source.values()
             for text in example
         ],
+        kind=kinds.shard_kind,
         rows_per_document=num_rows / max(1, sum(map(len, encoded))),
         sequences=size.sequences,
     )

@@ -327,10 +327,9 @@ def picture_lines(plan: RunPlan) -> list[str]:
             for part, way in ((parts, "trained in full"), (adapted, "with LoRA"))
             if part != "none"
         )
-    patches = facts.mean.patches / max(1e-9, facts.mean.pictures)
-    flops = facts.mean.flops / max(1e-9, facts.mean.pictures)
     tower_text = f"tower of {format_count(tower.parameters)} parameters, {how}"
-    work = f"{patches:,.0f} patches and {flops / 1e9:,.3g} GFLOP forward for a picture"
+    gflops = facts.of_picture.flops / 1e9
+    work = f"{facts.of_picture.patches:,.0f} patches and {gflops:,.3g} GFLOP forward for a picture"
     return joined([number, *shares, per_sequence, tower_text, work])
 
 

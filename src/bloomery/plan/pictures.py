@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bloomery.data.pictures.encoder import VisionSource, saved_vision, vision_source
 from bloomery.data.pictures.processor import size_of
-from bloomery.data.shards import Manifest, open_split
+from bloomery.data.shards import DOCUMENTS_PER_UNIT, Manifest, ShardKind, open_split
 from bloomery.facts.picture_sizes import PictureShape
 from bloomery.facts.pictures import vision_of
 from bloomery.facts.towers import Tower, tower_of
@@ -56,13 +56,21 @@ def pictures_of_prepared(
         )
         for number in pictures.some_documents(LOOKED_AT)
     ]
-    return picture_facts(source, documents, recipe, num_pictures=len(pictures), sequences=sequences)
+    return picture_facts(
+        source,
+        documents,
+        recipe,
+        kind=manifest.kind,
+        num_pictures=len(pictures),
+        sequences=sequences,
+    )
 
 
 def pictures_of_rows(
     recipe: Recipe,
     documents: Iterable[tuple[int, Sequence[bytes]]],
     *,
+    kind: ShardKind,
     rows_per_document: float,
     sequences: int,
 ) -> PictureFacts | None:
@@ -77,7 +85,12 @@ def pictures_of_rows(
         return None
     num_pictures = sum(len(document.sizes) for document in with_pictures) * rows_per_document
     return picture_facts(
-        source, with_pictures, recipe, num_pictures=round(num_pictures), sequences=sequences
+        source,
+        with_pictures,
+        recipe,
+        kind=kind,
+        num_pictures=round(num_pictures),
+        sequences=sequences,
     )
 
 
@@ -86,6 +99,7 @@ def picture_facts(
     documents: Sequence[PictureDocument],
     recipe: Recipe,
     *,
+    kind: ShardKind,
     num_pictures: int,
     sequences: int,
 ) -> PictureFacts | None:
@@ -118,7 +132,9 @@ def picture_facts(
     counts = Counter(size for document in documents for size in document.sizes)
     num_looked_at = counts.total()
     every = load_of([shapes[size] for size in counts.elements()], tower)
+    answers = DOCUMENTS_PER_UNIT[kind]
     mean = every.times(num_pictures / num_looked_at / sequences)
+    fullest = max(filled, key=lambda load: load.patches)
     at_least_mean = mean.times(math.ceil(mean.pictures) / mean.pictures)
     return PictureFacts(
         raw_config=source.raw_config,
@@ -133,8 +149,9 @@ def picture_facts(
             )
             for size, count in counts.most_common(SHOWN_SIZES)
         ),
-        mean=mean,
-        fullest=max([*filled, at_least_mean], key=lambda load: load.patches),
+        of_picture=every.times(1 / num_looked_at),
+        mean=mean.read_once_for(answers),
+        fullest=max(fullest, at_least_mean, key=lambda load: load.patches).read_once_for(answers),
     )
 
 

@@ -120,6 +120,16 @@ class PictureLoad(PlanPart):
             flops=self.flops * factor,
         )
 
+    def read_once_for(self, answers: int) -> "PictureLoad":
+        """With pictures that so many documents have in common, of which the tower reads each once."""
+        return self.model_copy(
+            update={
+                "patches": self.patches / answers,
+                "input_bytes": self.input_bytes / answers,
+                "flops": self.flops / answers,
+            }
+        )
+
 
 class PictureSize(PlanPart):
     """A picture's sides in pixels, and the tokens whose embeddings the tower's output replaces.
@@ -137,14 +147,15 @@ class PictureFacts(PlanPart):
     """The pictures of a dataset. `raw_config`: the config.json of the model that they are for, as JSON.
 
     `looked_at`: those whose sizes were read, spread over the dataset; the others are taken to be like them. `sizes`:
-    the most frequent, that first. `mean`: of a sequence; `fullest`: of one that is filled with the document that has
-    most patches for its length.
+    the most frequent, that first. `of_picture`: of one, on average. `mean`: of a sequence; `fullest`: of one that is
+    filled with the document that has most patches for its length.
     """
 
     raw_config: str
     pictures_per_epoch: int
     looked_at: int
     sizes: tuple[PictureSize, ...]
+    of_picture: PictureLoad
     mean: PictureLoad
     fullest: PictureLoad
 

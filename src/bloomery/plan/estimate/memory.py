@@ -27,6 +27,7 @@ FRAGMENTATION = {True: 0.05, False: 0.15}
 
 CPU_RUNTIME = 420 * MIB  # interpreter, PyTorch, buffers, malloc: docs/explanation/memory.md
 CPU_COMPILER = 110 * MIB  # the modules and graphs of Dynamo and Inductor
+CPU_PICTURES = 25 * MIB  # the imports of a tower and an image processor
 CPU_PEFT = 60 * MIB  # the imports of PEFT
 # Of activations and logits: docs/explanation/memory.md. Where tensors take the memory of freed ones, and where PyTorch
 # asks malloc, by whether blocks are compiled.
@@ -66,6 +67,8 @@ def overhead_bytes(step: StepShape, parts: Mapping[str, float]) -> dict[str, flo
     runtime = CPU_RUNTIME
     if step.mode.peft:
         runtime += CPU_PEFT
+    if step.pictures is not None:
+        runtime += CPU_PICTURES
     if step.compiled:
         runtime += CPU_COMPILER
     holes = CPU_FILLED if step.fills_freed else CPU_FRAGMENTATION[step.compiled]

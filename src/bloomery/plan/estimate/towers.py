@@ -2,7 +2,7 @@
 where they are trained.
 
 D width of the tower, F inner width of its MLPs. Numbers of a layer were counted by the allocator's record of
-transformers' modules; `benchmarks/results/pictures.md` has the tables.
+transformers' modules; `benchmarks/results/picture_memory.txt` has steps.
 """
 
 import math
@@ -54,7 +54,9 @@ _WIDTHS: Mapping[str, _LayerWidths] = MappingProxyType(
     {
         "gemma3": _LayerWidths(projector=2.0),
         "gemma4": _LayerWidths(kept=19.0, kept_autocast=35.0),
-        "internvl": _LayerWidths(mlp=5.0, mlp_half=5.0, kept=10.0, kept_autocast=14.0),
+        "internvl": _LayerWidths(
+            mlp=5.0, mlp_half=5.0, kept=10.0, kept_autocast=14.0, projector=3.0
+        ),
         "lfm2_vl": _LayerWidths(),
         "mistral3": _LayerWidths(
             attention=11.0,
@@ -75,7 +77,7 @@ _WIDTHS: Mapping[str, _LayerWidths] = MappingProxyType(
         ),
         "qwen3_5": _QWEN3,
         "qwen3_vl": _QWEN3,
-        "smolvlm": _LayerWidths(),
+        "smolvlm": _LayerWidths(projector=0.5),
     }
 )
 ROTATING = ("gemma4", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_vl")
@@ -290,7 +292,10 @@ class TowerMemory:
         widths = self._widths
         kept = widths.kept_autocast if self.autocasts else widths.kept
         inner = tower.inner * (4 if tower.gated else 2)
-        return self.frozen_bytes_per_number * (kept * tower.width + inner)
+        numbers = kept * tower.width + inner
+        if tower.is_joint and self.autocasts:  # the mask in the dtype of products
+            numbers += self._patches
+        return self.frozen_bytes_per_number * numbers
 
     @property
     def _kept_layers(self) -> float:
