@@ -98,6 +98,24 @@ def test_rows_are_scored_with_their_pictures_and_with_those_of_others(kind, tmp_
     assert evaluate_model(run.folder, rows, step="last")[0].control_loss is None
 
 
+def test_prompts_with_completions_are_scored_as_conversations_and_pairs_are_refused(tmp_path):
+    run = trained(tmp_path, "gemma3")
+    as_messages = [json.loads(line) for line in held_out_rows(tmp_path).read_text().splitlines()]
+    turns = [row["messages"] for row in as_messages]
+    for name, rows in (
+        ("prompts", [{"prompt": each[:1], "completion": each[1:]} for each in turns]),
+        (
+            "pairs",
+            [{"prompt": p, "chosen": [a], "rejected": [a | {"content": "no"}]} for *p, a in turns],
+        ),
+    ):
+        (tmp_path / "rows" / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    scores, _ = evaluate_model(run.folder, tmp_path / "rows" / "prompts.jsonl", step="last")
+    assert scores.loss == pytest.approx(run.of(EvalDone)[-1].loss, rel=1e-5)
+    with pytest.raises(UserError, match="this is a pair"):
+        evaluate_model(run.folder, tmp_path / "rows" / "pairs.jsonl", step="last")
+
+
 def test_the_control_gives_each_conversation_pictures_of_another():
     examples = [
         Example(

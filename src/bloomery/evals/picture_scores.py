@@ -59,9 +59,10 @@ class Scored(NamedTuple):
 
 
 class _Conversation(NamedTuple):
-    """`ids`: with what the tower is given of its pictures. `scored`: places of the tokens that are scored."""
+    """`pictures`: their files. `scored`: places of the tokens that are scored."""
 
     ids: list[int]
+    pictures: Sequence[bytes]
     scored: list[int]
 
 
@@ -92,7 +93,7 @@ def score_pictures(
         while group := list(islice(remaining, ENCODED_AT_ONCE)):
             conversations = list[_Conversation]()
             with_pictures = list[Example]()
-            for example, conversation in _encoded(renderer, encoder, group):
+            for example, conversation in _encoded(renderer, group):
                 if len(conversation.ids) > longest:
                     num_long += 1
                     continue
@@ -102,12 +103,12 @@ def score_pictures(
                     with_pictures.append(example)
                 else:
                     num_texts += 1
-            seen = _added(seen, _scores(decoder, conversations))
+            seen = _added(seen, _scores(decoder, encoder, conversations))
 
             if control:
-                others = _encoded(renderer, encoder, _exchanged(with_pictures))
+                others = _encoded(renderer, _exchanged(with_pictures))
                 fitting = [each for _, each in others if len(each.ids) <= longest]
-                of_others = _added(of_others, _scores(decoder, fitting))
+                of_others = _added(of_others, _scores(decoder, encoder, fitting))
             progress(counted(seen.conversations, "conversations"))
 
     if not seen.tokens:
@@ -194,36 +195,38 @@ def _with_pictures(
 
 
 def _encoded(
-    renderer: Renderer, encoder: PictureEncoder, examples: Sequence[Example]
+    renderer: Renderer, examples: Sequence[Example]
 ) -> Iterator[tuple[Example, _Conversation]]:
-    """Raises UserError for an example that is no conversation, and as the encoder does."""
+    """Raises UserError for an example that is no conversation, and for a damaged picture."""
     for example in examples:
-        if example.kind != "chat":
+        if example.kind not in ("chat", "completion"):
             raise UserError(
                 f"scored with pictures are conversations, and this is a {example.kind}",
                 where=example.source,
-                fix="give rows with messages",
+                fix="give rows with messages, or with a prompt and a completion",
             )
     for example, encoded in zip(examples, renderer.encode_batch(list(examples)), strict=True):
         if isinstance(encoded, BadRow):
             raise encoded
         text = encoded[0]
-        ids = encoder.prompt(text.ids, text.pictures)
         scored = [at for at, is_scored in enumerate(text.loss_mask) if is_scored and at]
-        yield example, _Conversation(ids, scored)
+        yield example, _Conversation(text.ids, text.pictures, scored)
 
 
-def _scores(decoder: Decoder, conversations: Sequence[_Conversation]) -> Scored:
+def _scores(
+    decoder: Decoder, encoder: PictureEncoder, conversations: Sequence[_Conversation]
+) -> Scored:
     sums = Scored(0.0, 0, 0, 0)
     conversations = [each for each in conversations if each.scored]
     lengths = [len(each.ids) for each in conversations]
     with eval_mode(decoder):
         for numbers in forward_batches(lengths, TOKENS_A_FORWARD):
-            sums = _added(sums, _forward(decoder, [conversations[number] for number in numbers]))
+            batch = [conversations[number] for number in numbers]
+            sums = _added(sums, _forward(decoder, encoder, batch))
     return sums
 
 
-def _forward(decoder: Decoder, batch: Sequence[_Conversation]) -> Scored:
+def _forward(decoder: Decoder, encoder: PictureEncoder, batch: Sequence[_Conversation]) -> Scored:
     """Padding is at the end, outside causal attention; the first is the longest."""
     width = len(batch[0].ids)
     tokens_BT = torch.zeros(len(batch), width, dtype=torch.int64)
@@ -232,7 +235,8 @@ def _forward(decoder: Decoder, batch: Sequence[_Conversation]) -> Scored:
     positions = list[int]()
     labels = list[int]()
     for row, conversation in enumerate(batch):
-        ids = conversation.ids
+        # What the tower is given of a picture is large: it lives as long as its batch.
+        ids = encoder.prompt(conversation.ids, conversation.pictures)
         tokens_BT[row, : len(ids)] = torch.tensor(list(ids))
         axes_3BT[:, row, : len(ids)] = axes_in_piece(ids, 0, len(ids))
         of_row = seen_in_piece(decoder, ids, 0, len(ids))
