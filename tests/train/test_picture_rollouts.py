@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -26,8 +27,9 @@ from bloomery.recipe.load import load_recipe
 from bloomery.recipe.rewards import ModelReward
 from bloomery.report.rewards import shown_completions
 from bloomery.train.objectives.build import batch_label_scores
+from bloomery.train.rl import rollout_source, sampler
 from bloomery.train.rl.rollout import RolloutSample, completion_span, pack
-from bloomery.train.rl.rollout_pictures import RolloutPictures
+from bloomery.train.rl.rollout_pictures import PromptReader, RolloutPictures
 from bloomery.train.state import build_state
 from pictures_for_tests import png, save_base
 from ranks import fields, losses, on_ranks, train
@@ -136,6 +138,28 @@ def test_completions_have_the_probabilities_of_transformers_with_their_pictures(
         expected = ImageColor.getrgb(color)
         difference = zip(jpeg.getpixel((20, 30)), expected, strict=True)
         assert max(abs(level - other) for level, other in difference) < 9 and jpeg.size == (40, 60)
+
+
+def test_few_prompts_have_their_pictures_in_memory_at_once(recipe, tmp_path, monkeypatch):
+    """Those that are decoded, not all of a rollout."""
+    monkeypatch.setattr(sampler, "ROLLOUT_SLOTS", 4)
+    alive = weakref.WeakSet()
+    most = 0
+
+    class Counted:
+        def __init__(self, prepared):
+            self.read = PromptReader(prepared)
+
+        def __call__(self, prompt):
+            nonlocal most
+            made = self.read(prompt)
+            alive.update(made.pictures)
+            most = max(most, len(alive))
+            return made
+
+    monkeypatch.setattr(rollout_source, "PromptReader", Counted)
+    train(plan_of(recipe, "train.max_steps=1", "train.batch_size=32"), tmp_path / "run")
+    assert 1 <= most <= 3
 
 
 def sample_of(recipe, number, completion):

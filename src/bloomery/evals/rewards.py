@@ -34,7 +34,7 @@ from bloomery.recipe.schema import Source
 from bloomery.runs.consent import refuse_foreign_rewards
 from bloomery.train.rl.reward_models import RewardModels
 from bloomery.train.rl.rewards import Rewards, ScoredCompletions, worker_rewards
-from bloomery.train.rl.rollout_pictures import PromptReader
+from bloomery.train.rl.rollout_pictures import PromptReader, PromptsInTurn
 from bloomery.train.rl.rollout_source import HELD_OUT, sampling_of
 from bloomery.train.rl.sampler import keyed_uniforms
 from bloomery.train.rl.scoring import reward_entries, score_entries
@@ -123,7 +123,7 @@ def complete_as_trained(
     """One completion of each prompt, with the random numbers of the run's own evaluations."""
     objective = plan.objective
     assert isinstance(objective, Rollouts)
-    read_prompt = PromptReader(plan.data.prepared)
+    in_turn = PromptsInTurn(prompts, PromptReader(plan.data.prepared))
     stop_ids = known_ids(tokenizer.eos_id, decoder.config.eos_token_id)
     uniforms = keyed_uniforms(
         {(place, 0): mix(plan.train.seed, HELD_OUT, place, 0) for place in range(len(prompts))}
@@ -138,11 +138,12 @@ def complete_as_trained(
     with eval_mode(decoder), torch.no_grad():
         return sample_completions(
             decoder,
-            [read_prompt(prompt) for prompt in prompts],
+            in_turn,
             1,
             sampling_of(objective, stop_ids),
             uniforms,
             slots=ROLLOUT_SLOTS,
+            longest=in_turn.longest,
             on_step=lambda num_done: progress(f"{num_done:,} of {completions}"),
         )
 

@@ -65,15 +65,18 @@ def sample_completions(
     uniforms: Uniforms,
     *,
     slots: int,
+    longest: int | None = None,
     on_step: Callable[[int], None] = lambda _done: None,
 ) -> list[Completion]:
     """Samples `num_generations` completions of each prompt. The list has those of the first prompt first.
 
     At most `slots` of them are decoded at once; one that ends makes room for the next. `on_step` gets the number of
-    completions that have ended, before each forward; it may raise. The decoder must be in evaluation mode. Raises
+    completions that have ended, before each forward; it may raise. `longest`: tokens of the longest prompt; None: all
+    are counted, which makes those that are made when they are read. The decoder must be in evaluation mode. Raises
     NotFinite.
     """
-    capacity = max(map(len, prompts)) + sampling.max_new_tokens
+    longest = max(map(len, prompts)) if longest is None else longest
+    capacity = longest + sampling.max_new_tokens
     completions = [
         Completion(prompt, number)
         for prompt in range(len(prompts))
@@ -111,7 +114,7 @@ def sample_completions(
             next_prompt = completions[num_begun].prompt
             if prefixes is None or next_prompt not in prefixes.prompts:
                 on_step(num_begun - len(batch.texts))
-                prefixes = _read(decoder, prompts, next_prompt)
+                prefixes = _read(decoder, prompts, next_prompt, longest)
             num_ready = prefixes.prompts.stop * num_generations
             num_free = past.slots - len(batch.texts)
             new_completions = completions[num_begun : min(num_begun + num_free, num_ready)]
@@ -134,34 +137,37 @@ def sample_completions(
     return completions
 
 
-def _read(decoder: Decoder, prompts: Sequence[list[int]], first: int) -> _Prefixes:
-    """The prompts from `first` on, as many as are read at once. One with pictures is read alone.
+def _read(decoder: Decoder, prompts: Sequence[list[int]], first: int, capacity: int) -> _Prefixes:
+    """The prompts from `first` on, as many as are read at once. One with pictures is read alone. `capacity`: tokens of
+    the longest of all.
 
     Of several lengths only where no window drops tokens of them; with PyTorch, also not where a layer without attention
     would have their padding in its state.
     """
-    if isinstance(prompts[first], PicturePrompt):
-        past = Past(decoder, capacity=len(prompts[first]))
-        logits_1V = past.read([past.reuse(prompts[first], len(prompts[first]))])
+    prompt = prompts[first]
+    if isinstance(prompt, PicturePrompt):
+        past = Past(decoder, capacity=len(prompt))
+        logits_1V = past.read([past.reuse(prompt, len(prompt))])
         return _Prefixes(range(first, first + 1), past.cache, logits_1V)
     step = decoder.step
-    empty_cache = Cache(decoder.config, max(map(len, prompts)))
+    empty_cache = Cache(decoder.config, capacity)
     window = empty_cache.keeps_all if step is None else empty_cache.shortest_window
-    longest = len(prompts[first])
+    read_prompts = [list(prompt)]
+    longest = len(prompt)
     end = first + 1
     while end < len(prompts):
-        next_longest = max(longest, len(prompts[end]))
-        if isinstance(prompts[end], PicturePrompt):
+        prompt = prompts[end]
+        if isinstance(prompt, PicturePrompt):
             break
-        is_padded = not longest == next_longest == len(prompts[end])
+        next_longest = max(longest, len(prompt))
+        is_padded = not longest == next_longest == len(prompt)
         if is_padded and next_longest > window:
             break
         if next_longest * (end + 1 - first) > PROMPT_TOKENS:
             break
         longest = next_longest
+        read_prompts.append(list(prompt))
         end += 1
-    read_prompts = [list(ids) for ids in prompts[first:end]]
-    longest = max(map(len, read_prompts))
     cache = Cache(decoder.config, longest, len(read_prompts))
 
     # The compiled step gives each prompt the numbers that it has alone, also in pieces of a long one.

@@ -1,8 +1,9 @@
 """The pictures of rollouts: of prompts that are completed, and of the micro-batches that train on their completions."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import final
+from typing import final, overload
 
 from bloomery.data.batch import Batch
 from bloomery.data.pictures.batches import PictureLoader
@@ -26,6 +27,33 @@ class PromptReader:
         """Of a prompt of that dataset."""
         ids: list[int] = prompt.ids.tolist()
         return ids if self._maker is None else self._maker.prompt(ids, prompt.pictures)
+
+
+@final
+class PromptsInTurn(Sequence[list[int]]):
+    """Prompts of which each is read when it is decoded: what the tower is given of a picture takes memory."""
+
+    def __init__(self, prompts: Sequence[Prompt], read: Callable[[Prompt], list[int]]) -> None:
+        self._prompts = prompts
+        self._read = read
+        self._last: tuple[int, list[int]] | None = None
+        self.longest = max((len(prompt.ids) for prompt in prompts), default=0)
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    @overload
+    def __getitem__(self, index: int) -> list[int]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "PromptsInTurn": ...
+
+    def __getitem__(self, index: int | slice) -> "list[int] | PromptsInTurn":
+        if isinstance(index, slice):
+            return PromptsInTurn(self._prompts[index], self._read)
+        if self._last is None or self._last[0] != index:
+            self._last = (index, self._read(self._prompts[index]))
+        return self._last[1]
 
 
 @final

@@ -33,6 +33,7 @@ from bloomery.parallel.mesh import Mesh
 from bloomery.plan.types import RunPlan
 from bloomery.train.failures import Diverged, OutOfMemory, Stopped, TimeIsUp
 from bloomery.train.process import out_of_memory
+from bloomery.train.rl.rollout_pictures import PromptsInTurn
 from bloomery.train.state import TrainState, empty_model
 
 FORWARDS_PER_CHECK = 16  # of one of several ranks, from one agreement to the next
@@ -196,15 +197,19 @@ class Sampler:
             }
         )
 
+        own_prompts = [prompts[place] for place in own_places]
+
         def sample(model: Decoder) -> list[Completion]:
+            in_turn = PromptsInTurn(own_prompts, self._read_prompt)
             try:
                 return sample_completions(
                     model,
-                    [self._read_prompt(prompts[place]) for place in own_places],
+                    in_turn,
                     num_generations,
                     self._sampling,
                     uniforms,
                     slots=self._slots,
+                    longest=in_turn.longest,
                     on_step=agreement.before_forward,
                 )
             except NotFinite as error:
