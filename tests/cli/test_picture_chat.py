@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+import bloomery
 from bloomery.cli import cli
+from bloomery.core.errors import UserError
 from bloomery.core.text import harmless
 from bloomery.data.chat.render import chat_format
 from bloomery.data.examples import PICTURE, Message
@@ -98,6 +100,15 @@ def test_generate_puts_images_before_each_prompt(folder, answers):
     several = typed(*words, "--prompts", folder / "prompts.txt", "--jsonl")
     results = [json.loads(line) for line in several.stdout.splitlines()]
     assert results[0] == {"prompt": "Color?", "text": answers[0]} and len(results) == 2
+
+
+def test_a_script_asks_with_images(folder, answers):
+    model = bloomery.load(folder / "model", device="cpu")
+    asked = {"max_new_tokens": 6, "temperature": 0.0, "top_p": 1.0}
+    assert model.chat("Color?", images=[folder / "red one.png"], **asked) == answers[0]
+    assert model.chat("Color?", **asked) != answers[0]
+    with pytest.raises(UserError, match="cannot be read"):
+        model.chat("Color?", images=["none.png"])
 
 
 def test_rows_of_several_formats_are_answered_in_order(folder, answers, monkeypatch):

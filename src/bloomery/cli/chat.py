@@ -31,7 +31,7 @@ from bloomery.cli.generate import (
 from bloomery.core.errors import UserError
 from bloomery.core.text import did_you_mean, expanded, harmless
 from bloomery.core.units import counted
-from bloomery.data.examples import PICTURE, Message
+from bloomery.data.examples import PICTURE, Message, with_pictures_before
 from bloomery.runs.chosen_model import chosen_use, model_path
 
 Json = dict[str, Any]
@@ -110,9 +110,7 @@ class Session:
         from bloomery.infer.generate import Speed, continued
 
         # The message joins the history once it is known to fit; a repeated message gets new tokens.
-        if self.pictures:  # the letter of a picture's place is none in a text beside it
-            text = PICTURE * len(self.pictures) + text.replace(PICTURE, "")
-        message = Message("user", text, pictures=tuple(self.pictures))
+        message = with_pictures_before(Message("user", text), self.pictures)
         ids = self._fitting([*self.history, message])
         self.history.append(message)
         self.pictures = []

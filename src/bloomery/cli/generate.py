@@ -218,7 +218,7 @@ def command(
     folder = model_path(model)
     draft_path = draft_folder(prompt_lookup, draft)
     use = chosen_use(devices, quantize)
-    from bloomery.data.examples import PICTURE, Example, Message, num_pictures
+    from bloomery.data.examples import Example, Message, num_pictures, with_pictures_before
     from bloomery.infer.dataset_prompts import dataset_prompts
     from bloomery.infer.generate import Speed, load_model, writer
     from bloomery.infer.model_folder import find_model
@@ -272,13 +272,8 @@ def command(
 
         asked: list[Any] = list(texts)
         if images and eyes is not None:
-            references = tuple(eyes.reference(path) for path in images)
-            turns = [
-                Message(
-                    "user", PICTURE * len(images) + text.replace(PICTURE, ""), pictures=references
-                )
-                for text in texts
-            ]
+            references = [eyes.reference(path) for path in images]
+            turns = [with_pictures_before(Message("user", text), references) for text in texts]
             asked = [Example("", "prompt", (turn,), ()) for turn in turns]
         if as_json:
             print_json({"results": list(answered())})

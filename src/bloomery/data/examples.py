@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -173,6 +173,14 @@ def pictures_of(turns: Turns) -> list[str]:
     if isinstance(turns, str):
         return []
     return [reference for message in turns for reference in message.pictures]
+
+
+def with_pictures_before(message: Message, references: Sequence[str]) -> Message:
+    """The message with pictures before its text, in which the letter of their places is none."""
+    if not references:
+        return message
+    text = PICTURE * len(references) + message.content.replace(PICTURE, "")
+    return replace(message, content=text, pictures=tuple(references))
 
 
 def num_pictures(example: Example) -> int:

@@ -12,7 +12,7 @@ from typing import Any, cast, final
 from bloomery.core.errors import UserError
 from bloomery.core.units import counted
 from bloomery.data.chat.render import ChatFormat, chat_format
-from bloomery.data.examples import Example, Message, Role
+from bloomery.data.examples import Example, Message, Role, with_pictures_before
 from bloomery.data.pictures.encoder import PictureEncoder
 from bloomery.data.tokenizer.templates import own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, refuse_unknown_ids
@@ -27,8 +27,9 @@ from bloomery.infer.decode import (
 )
 from bloomery.infer.grammar import JsonGrammars
 from bloomery.infer.load import OnText, Use, load_used
-from bloomery.infer.model_folder import find_model
+from bloomery.infer.model_folder import ModelFiles, find_model
 from bloomery.infer.past import Past
+from bloomery.infer.picture_prompts import Eyes, seeing_source
 from bloomery.infer.sampling import Sampling, known_ids
 from bloomery.infer.text import OutputText, text_pieces
 from bloomery.model.compiled_step import compile_step
@@ -53,9 +54,9 @@ def load_model(
 class Model:
     """A decoder with its tokenizer, in evaluation mode. `settings` are the fields of Sampling."""
 
-    def __init__(self, decoder: Decoder, tokenizer_folder: Path) -> None:
+    def __init__(self, decoder: Decoder, files: ModelFiles) -> None:
         self.decoder = decoder
-        self._tokenizer_folder = tokenizer_folder
+        self._files = files
 
     @staticmethod
     def load(
@@ -65,11 +66,11 @@ class Model:
         files = find_model(model, step)
         decoder = load_used(files, use or Use.local(), on_load=on_load, decodes=True)
         compile_step(decoder, on_load)
-        return Model(decoder, files.tokenizer)
+        return Model(decoder, files)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        return load_tokenizer(self._tokenizer_folder)
+        return load_tokenizer(self._files.tokenizer)
 
     def generate(self, prompt: str, *, stop: Sequence[str] = (), **settings: Any) -> str:
         """The completion of `prompt`, up to one of the `stop` texts. Raises UserError."""
@@ -80,17 +81,24 @@ class Model:
         self,
         messages: str | Sequence[Mapping[str, str]],
         *,
+        images: Sequence[str | Path] = (),
         template: str | None = None,
         stop: Sequence[str] = (),
         **settings: Any,
     ) -> str:
         """The reply to a message, or to a conversation of {"role", "content"} messages, in the chat `template`
-        (default: the model's own). Raises UserError.
+        (default: the model's own). `images`: files of pictures, before the text of the last message. Raises UserError.
         """
         refuse_values(self.decoder.config, where="the model")
         turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         conversation = [Message(cast(Role, turn["role"]), turn["content"]) for turn in turns]
-        with _chat_form(self.tokenizer, template) as form:
+        eyes = None
+        if images:
+            eyes = Eyes(self.decoder, self._files, seeing_source(self._files))
+        with _chat_form(self.tokenizer, template, None if eyes is None else eyes.encoder) as form:
+            if eyes is not None:
+                references = tuple(eyes.reference(Path(image)) for image in images)
+                conversation[-1] = with_pictures_before(conversation[-1], references)
             sampling = replace(Sampling(**settings), stop_ids=form.stop_ids)
             ends = (*stop, *form.stop_strings)
             return "".join(

@@ -9,7 +9,7 @@ import torch
 
 from bloomery.core.errors import UserError
 from bloomery.data.chat.render import chat_format
-from bloomery.data.examples import PICTURE, Message
+from bloomery.data.examples import Message, with_pictures_before
 from bloomery.data.pictures.encoder import PictureEncoder, saved_vision
 from bloomery.data.pictures.prompts import PicturePrompt
 from bloomery.data.pictures.references import encoded_bytes
@@ -158,8 +158,7 @@ def open_prompts(
                     reference = encoder.reference(Path(prompt.image))
                     content = encoded_bytes(reference, prompt.image)
                     images.append(write_thumbnail(content, prompt.image, run_dir))
-                    text = PICTURE + prompt.text.replace(PICTURE, "")
-                    message = Message("user", text, pictures=(reference,))
+                    message = with_pictures_before(Message("user", prompt.text), [reference])
                 questions.append((_text_of(prompt), form.encode([message])))
             return SamplePrompts(
                 tuple(questions),
