@@ -1,6 +1,7 @@
 """Recipes that train what reads pictures: their rates, their choices, and what contradicts them."""
 
 import pytest
+from plan_help import gpu_machine
 
 from bloomery.core.errors import UserError
 from bloomery.facts.pictures import VISION_KINDS, is_projector
@@ -75,6 +76,16 @@ def test_a_plan_says_what_is_trained_and_a_dataset_without_pictures_is_refused(t
     loaded = load_recipe(tmp_path / "text/recipe.yaml", [*FIRST_STAGE, f"data.prepared={prepared}"])
     with pytest.raises(UserError, match="the dataset has no pictures"):
         local_facts(loaded)
+
+
+def test_a_plan_refuses_what_a_run_would(tmp_path):
+    prepared = prepared_rows(tmp_path, [row(RED, TEXT)] * 4, kind="smolvlm", weights=True)
+    edits = [f"data.prepared={prepared}", "parallel.stream=layers", "vision.train=all"]
+    loaded = load_recipe(tmp_path / "recipe.yaml", edits)
+    facts = local_facts(loaded, gpu_machine("RTX 4090"))
+    problem = "not supported with pictures: parallel.stream of trained weights beside a tower"
+    with pytest.raises(UserError, match=problem):
+        resolve(loaded, facts)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

@@ -13,9 +13,9 @@ from bloomery.data.loader import Loader
 from bloomery.data.order import Cursor
 from bloomery.model.configs import read_config
 from bloomery.plan.types import VisionPlan
+from bloomery.plan.vision import refuse_pictures
 from bloomery.recipe.objectives import Reward
 from bloomery.recipe.schema import Lora, NoAdapter
-from bloomery.train.state import refuse_pictures
 from pictures_for_tests import BLUE, RED, TEXT, prepared_rows, row
 
 ADAPTER = Lora(kind="lora", rank=8, alpha=16.0, target_modules=["q_proj", "down_proj"])

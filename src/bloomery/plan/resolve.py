@@ -46,7 +46,7 @@ from bloomery.plan.estimate.measured import StepEstimator, compile_gain
 from bloomery.plan.estimate.mesh import ONE_DEVICE
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import ReferencePlace, StepShape, Stream
-from bloomery.plan.gather import Facts, fetch, gather
+from bloomery.plan.gather import Facts, fetch, gather, sees_pictures
 from bloomery.plan.learning_rates import with_usual_values
 from bloomery.plan.pictures import sees_both_ways, step_pictures
 from bloomery.plan.routers import counts_first, router_choices, router_plan
@@ -71,7 +71,7 @@ from bloomery.plan.types import (
     TrainPlan,
 )
 from bloomery.plan.unsupported import refuse_mesh
-from bloomery.plan.vision import vision_choices, vision_plan
+from bloomery.plan.vision import refuse_pictures, vision_choices, vision_plan
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.objectives import RewardedRollouts, Rollouts
 from bloomery.recipe.schema import (
@@ -128,7 +128,7 @@ def resolve(loaded_recipe: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: 
         eval_steps=eval_steps,
         pictures=step_pictures(recipe, facts.dataset),
     )
-    return RunPlan(
+    plan = RunPlan(
         name=loaded_recipe.name,
         model=ModelPlan(
             config=config,
@@ -213,6 +213,9 @@ def resolve(loaded_recipe: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: 
         rollout=step.rollout,
         stream=step.stream_plan,
     )
+    if sees_pictures(facts.dataset):
+        refuse_pictures(plan)
+    return plan
 
 
 @dataclass(frozen=True, kw_only=True)

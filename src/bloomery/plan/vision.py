@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from bloomery.core import Choice
 from bloomery.core.errors import UserError
 from bloomery.facts.rates import Rates, rate_text
-from bloomery.plan.types import VisionPlan
+from bloomery.plan.types import RunPlan, VisionPlan
+from bloomery.recipe.rewards import ModelReward
 from bloomery.recipe.schema import Lora, NoAdapter, Recipe, VisionParts
 
 # LLaVA-1.5's projector, alone and beside LoRA (arXiv:2310.03744, table 9; its finetune_task_lora.sh), and
@@ -151,3 +152,39 @@ def refuse_without_pictures(recipe: Recipe) -> None:
         fix=f"set {key}=none, or name a dataset with pictures",
         code=2,
     )
+
+
+def refuse_pictures(plan: RunPlan) -> None:
+    """Raises UserError for a plan whose pictures would not reach every forward."""
+    train = plan.train
+    kind = plan.objective.spec.kind
+    # A checkpoint of the whole model has no place for the head of a reward model.
+    gives_values = plan.objective.spec.values and isinstance(plan.adapter, NoAdapter)
+    reads_text = any(isinstance(each, ModelReward) for each in plan.rewards)
+    # A second model, and completions, would have to see them, too.
+    spec = plan.objective.spec
+    sees_alone = not (spec.reference or kind == "distill" or spec.source == "rollouts")
+    # Their gradients would be on the host and on the device.
+    trains_text = isinstance(plan.adapter, NoAdapter) and not plan.vision.freeze_language_model
+    trains_both = trains_text and plan.vision.train != "none"
+    excluded = {
+        f"objective.kind={kind} without an adapter": (gives_values, "set adapter={kind: lora}"),
+        "a reward model, which reads text": (reads_text, "score with functions or verifiers"),
+        "parallel.pipeline": (train.pipeline > 1, "set parallel.pipeline=1"),
+        "parallel.context": (train.context > 1, "set parallel.context=1"),
+        f"parallel.stream with objective.kind={kind}": (
+            train.stream != "off" and not sees_alone,
+            "set parallel.stream=off",
+        ),
+        "parallel.stream of trained weights beside a tower that is trained": (
+            train.stream != "off" and trains_both,
+            "set adapter={kind: lora}",
+        ),
+    }
+    for key, (is_excluded, fix) in excluded.items():
+        if is_excluded:
+            raise UserError(
+                f"not supported with pictures: {key}",
+                where=str(plan.data.prepared),
+                fix=f"{fix}, or remove the pictures",
+            )

@@ -31,7 +31,7 @@ from bloomery.parallel.pipeline import PipelineLink, StageParameters, transport_
 from bloomery.parallel.stage import keep_stage
 from bloomery.plan.pipeline import stage_of
 from bloomery.plan.types import RunPlan, TrainPlan
-from bloomery.recipe.rewards import ModelReward
+from bloomery.plan.vision import refuse_pictures
 from bloomery.recipe.schema import Lora, NoAdapter, Peft
 from bloomery.train.checkpoint.checkpointed_model import (
     CheckpointedModel,
@@ -359,43 +359,6 @@ def add_tuned_vision(model: Decoder, plan: RunPlan, folder: Path) -> None:
         read_trained_tower(model.vision, folder)
     else:
         read_tower_adapter(model.vision, folder)
-
-
-def refuse_pictures(plan: RunPlan) -> None:
-    """Raises UserError for a plan whose pictures would not reach every forward."""
-    train = plan.train
-    kind = plan.objective.spec.kind
-    # A checkpoint of the whole model has no place for the head of a reward model.
-    gives_values = plan.objective.spec.values and isinstance(plan.adapter, NoAdapter)
-    reads_text = any(isinstance(each, ModelReward) for each in plan.rewards)
-    # A second model, and completions, would have to see them, too.
-    spec = plan.objective.spec
-    sees_alone = not (spec.reference or kind == "distill" or spec.source == "rollouts")
-    # Their gradients would be on the host and on the device.
-    trains_text = isinstance(plan.adapter, NoAdapter) and not plan.vision.freeze_language_model
-    trains_both = trains_text and plan.vision.train != "none"
-    off = "turn it off"
-    excluded = {
-        f"objective.kind={kind} without an adapter": (gives_values, "set adapter={kind: lora}"),
-        "a reward model, which reads text": (reads_text, "score with functions or verifiers"),
-        "parallel.pipeline": (train.pipeline > 1, off),
-        "parallel.context": (train.context > 1, off),
-        f"parallel.stream with objective.kind={kind}": (
-            train.stream != "off" and not sees_alone,
-            "set parallel.stream=off",
-        ),
-        "parallel.stream of trained weights beside a tower that is trained": (
-            train.stream != "off" and trains_both,
-            "set adapter={kind: lora}",
-        ),
-    }
-    for key, (is_excluded, fix) in excluded.items():
-        if is_excluded:
-            raise UserError(
-                f"not supported with pictures: {key}",
-                where=str(plan.data.prepared),
-                fix=f"{fix}, or remove the pictures",
-            )
 
 
 def become_stage(model: Decoder, train: TrainPlan, mesh: Mesh) -> None:
