@@ -16,7 +16,7 @@ from bloomery.facts.counting import parameter_shapes
 from bloomery.facts.limits import storage_bytes
 from bloomery.plan.estimate.mesh import ONE_DEVICE, MeshSplit
 from bloomery.simulate import run
-from bloomery.simulate.run import simulate, simulation_notes
+from bloomery.simulate.run import parts_with_pictures, simulate, simulation_notes
 from bloomery.simulate.step import simulated_step
 from bloomery.simulate.tracker import MemoryTracker
 
@@ -43,6 +43,17 @@ def _parameters(plan):
 
 def test_nothing_stands_in_on_a_cpu():
     assert simulation_notes(small_plan(), fused=False, split=ONE_DEVICE) == []
+
+
+def test_pictures_are_added_from_the_plan():
+    plan = small_plan()
+    sizes = {"vision tower": 3e6, "pictures": 5e6}
+    memory = plan.memory.model_copy(update={"parts": plan.memory.parts | sizes})
+    seen = plan.model_copy(update={"memory": memory})
+    assert parts_with_pictures(seen) == sizes
+    (note,) = simulation_notes(seen, fused=False, split=ONE_DEVICE)
+    assert "counted from shapes" in note
+    assert parts_with_pictures(plan) == {}
 
 
 def test_several_devices_say_how_they_were_cut():

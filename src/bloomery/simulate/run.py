@@ -123,12 +123,18 @@ def simulate(
     limits = () if plan.parallel is None else plan.parallel.layout.stage_limits
     fullest_stage = fullest(stages, limits)
     return Simulated(
-        parts=fullest_stage.parts,
+        parts=fullest_stage.parts | parts_with_pictures(plan),
         notes=tuple(simulation_notes(plan, fused=fused, split=split)),
         seconds=time.monotonic() - start,
         sent=fullest_stage.sent,
         stages=stages if split.pipeline > 1 else (),
     )
+
+
+def parts_with_pictures(plan: RunPlan) -> dict[str, float]:
+    """Bytes of a tower and its pictures, which no fake tensors stand for: the plan's own."""
+    parts = plan.memory.parts
+    return {name: parts[name] for name in ("vision tower", "pictures") if name in parts}
 
 
 def fullest(stages: Sequence[SimulatedStage], limits: Sequence[float]) -> SimulatedStage:
@@ -179,6 +185,11 @@ def simulation_notes(plan: RunPlan, *, fused: bool, split: MeshSplit) -> list[st
     if plan.train.compile:
         notes.append(
             "compiled blocks are counted as torch.compile partitions their graphs, without its kernels"
+        )
+
+    if parts_with_pictures(plan):
+        notes.append(
+            "the tower and its pictures are counted from shapes, beside the peak of the language model"
         )
 
     # Devices that are not there.
