@@ -109,6 +109,7 @@ def number_of(row):
     return int(row["prompt"][0]["content"].removeprefix("<image>Which? "))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
 def test_completions_have_the_probabilities_of_transformers_with_their_pictures(kind, tmp_path):
     """And training has those that they were sampled with."""
@@ -158,7 +159,7 @@ def test_few_prompts_have_their_pictures_in_memory_at_once(recipe, tmp_path, mon
             return made
 
     monkeypatch.setattr(rollout_source, "PromptReader", Counted)
-    train(plan_of(recipe, "train.max_steps=1", "train.batch_size=32"), tmp_path / "run")
+    train(plan_of(recipe, "train.max_steps=1", "train.batch_size=24"), tmp_path / "run")
     assert 1 <= most <= 3
 
 
@@ -256,7 +257,7 @@ REFERENCES = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", REFERENCES)
 def test_a_reference_sees_the_same_pictures(name, recipe, tmp_path):
     """Before the first step it is the model: no divergence."""
@@ -268,7 +269,8 @@ def test_a_reference_sees_the_same_pictures(name, recipe, tmp_path):
     assert abs(second[key]) > 1e-4
 
 
-@pytest.mark.parametrize("adapter", ["{kind: none}", "{kind: lora, rank: 4}"])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("adapter", ["{kind: lora, rank: 4}", "{kind: none}"])
 def test_a_reference_has_the_projector_as_it_was(adapter, recipe, tmp_path):
     """Only that is changed: the divergence is of it alone."""
     plan = plan_of(recipe, f"adapter={adapter}", "objective.beta=0.1", "train.max_steps=2")
@@ -343,7 +345,7 @@ def test_reward_models_read_text_and_are_refused(recipe, tmp_path):
 
 def test_eval_of_a_run_is_its_own_evaluation(tmp_path):
     recipe = write_recipe(tmp_path, "qwen3_vl", validation="0.4")
-    plan = plan_of(recipe)
+    plan = plan_of(recipe, "train.max_steps=2")
     vision = VisionPlan(train="projector", projector_learning_rate=0.1)
     plan = plan.model_copy(update={"vision": vision})
     events = train(plan, tmp_path / "run")
