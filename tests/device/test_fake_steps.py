@@ -81,7 +81,9 @@ def plan_of(recipe: str, *changes: str) -> RunPlan:
         **{name: getattr(config, name)[:count] for name in per_layer},
     )
     model = plan.model.model_copy(update={"source": None, "config": config})
-    return plan.model_copy(update={"model": model})
+    # Weights that stream are bytes of the host's memory, which fake tensors lack: test_streamed_*.py takes those steps.
+    train = plan.train.model_copy(update={"stream": "off", "stream_micro_batches": 1})
+    return plan.model_copy(update={"model": model, "train": train})
 
 
 def on_gpu(model: Decoder) -> Decoder:
