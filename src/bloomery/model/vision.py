@@ -217,6 +217,13 @@ def load_tower(
             # A copy: what is trained may not be the file's own memory.
             loaded = nn.Parameter(values.to(device, copy=is_trained), requires_grad=is_trained)
             tower.tower.get_submodule(owner)._parameters[leaf] = loaded
+        # What files have beside parameters: limits of linear layers, and what standardizes features (Gemma 4).
+        in_files = tower.tower.state_dict().keys()
+        for name, buffer in list(tower.tower.named_buffers()):
+            if name in in_files:
+                owner, _, leaf = name.rpartition(".")
+                values = reader.read(_stored_tensor(name, buffer, stored, folder))
+                tower.tower.get_submodule(owner)._buffers[leaf] = values.to(device, dtype)
     if tower.trained and dtype != trained_dtype:
         tower.autocast_dtype = dtype
     return tower.to(device)
