@@ -387,8 +387,8 @@ CHECKPOINTS = {
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_a_plan_has_the_size_of_a_checkpoint(name, tmp_path):
     prepared = prepared_rows(tmp_path, ROWS[::2], kind="smolvlm", weights=True)
-    steps = ("train.max_steps=1", "train.precision=float32", "checkpoint.every=1 steps")
-    given = [f"data.prepared={prepared}", *steps, *CHECKPOINTS[name]]
+    steps = ("train.max_steps=1", "train.precision=float32", "train.attention=mask")
+    given = [f"data.prepared={prepared}", *steps, "checkpoint.every=1 steps", *CHECKPOINTS[name]]
     loaded = load_recipe(tmp_path / "recipe.yaml", given)
     plan = resolve(loaded, local_facts(loaded))
     saved = Run(plan, tmp_path / "run").checkpoint(1)
