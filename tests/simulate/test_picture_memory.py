@@ -17,7 +17,7 @@ from bloomery.recipe.load import load_recipe
 from pictures_for_tests import RED, TEXT, prepared_rows, row
 
 SIZES = ((128, 128), (256, 192), (384, 320))
-FROZEN = ("qwen3_vl", "qwen2_5_vl", "qwen3_5", "mistral3", "smolvlm")
+FROZEN = ("qwen3_vl", "qwen2_5_vl", "mistral3", "smolvlm", "gemma4")
 WHOLE = ("adapter.kind=none", "vision.train=all")
 FIRST_STAGE = ("adapter.kind=none", "vision.train=projector", "vision.freeze_language_model=true")
 
