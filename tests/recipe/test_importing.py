@@ -1046,6 +1046,20 @@ def test_rewards_of_a_script_are_functions_of_a_file(tmp_path):
     ]
 
 
+def test_tools_and_environments_of_a_script_are_names_of_a_file(tmp_path):
+    text = (
+        'trainer = GRPOTrainer("a/b", tools=[add, mine.search], environment_factory=games.Guess,\n'
+    )
+    text += "    args=GRPOConfig(num_generations=4, max_tool_calling_iterations=3))\n"
+    _, recipe, _ = imported(text, tmp_path, "theirs.py")
+    assert [tool.python.rpartition("/")[2] for tool in recipe.tools] == [
+        "tools.py:add",
+        "mine.py:search",
+    ]
+    assert recipe.environment.python.rpartition("/")[2] == "games.py:Guess"
+    assert recipe.objective.max_turns == 4 and not recipe.rewards
+
+
 WORDS = st.sampled_from(
     [
         "swift",

@@ -13,17 +13,12 @@ from server_for_tests import LIMITS, Running, running
 from test_serve import client_of, post
 
 from bloomery.core.errors import UserError
+from bloomery.data.chat.tools import ToolFormat, ToolParser, tool_format
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.infer.decode import sample_tokens
 from bloomery.infer.grammar import JsonGrammars
 from bloomery.infer.sampling import Sampling
-from bloomery.serve.tools import (
-    AnswerRules,
-    ToolFormat,
-    ToolParser,
-    answer_grammar,
-    tool_format,
-)
+from bloomery.serve.tools import AnswerRules, answer_grammar
 from models_for_tests import make_chat_model
 
 LONG = replace(LIMITS, context=2048, new_tokens=400)

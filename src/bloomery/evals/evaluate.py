@@ -144,7 +144,7 @@ def _plan_with_rewards(model: Path) -> RunPlan | None:
     if not (model / "plan.json").is_file():
         return None
     plan = read_plan(model / "plan.json")
-    return plan if plan.rewards else None
+    return plan if plan.rewards or plan.episodes else None
 
 
 def is_prompts(data: Path) -> bool:

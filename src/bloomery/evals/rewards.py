@@ -23,7 +23,6 @@ from bloomery.evals.statistics import shares
 from bloomery.facts.limits import ROLLOUT_SLOTS
 from bloomery.infer.completions import Completion, sample_completions
 from bloomery.infer.forward import eval_mode
-from bloomery.infer.sampling import known_ids
 from bloomery.model.compiled_step import CompiledStep
 from bloomery.model.decoder import Decoder
 from bloomery.model.native import Uncompiled
@@ -32,12 +31,14 @@ from bloomery.plan.types import RunPlan
 from bloomery.recipe.objectives import Rollouts
 from bloomery.recipe.schema import Source
 from bloomery.runs.consent import refuse_foreign_rewards
+from bloomery.train.rl.episodes import EpisodeSampler
 from bloomery.train.rl.reward_models import RewardModels
 from bloomery.train.rl.rewards import Rewards, ScoredCompletions, worker_rewards
 from bloomery.train.rl.rollout_pictures import PromptReader, PromptsInTurn
 from bloomery.train.rl.rollout_source import HELD_OUT, sampling_of
 from bloomery.train.rl.sampler import keyed_uniforms
-from bloomery.train.rl.scoring import reward_entries, score_entries
+from bloomery.train.rl.scoring import of_environment, reward_entries, score_entries
+from bloomery.train.rl.tools import RecordedCalls
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,9 @@ def evaluate_rewards(
             worker_rewards(plan.rewards), columns=list(entries.columns), on_error=plan.data.on_error
         ) as rewards,
     ):
-        scored = score_entries(entries, rewards, *models.score(entries.prompts, entries.texts))
+        values, skipped = models.score(entries.prompts, entries.texts)
+        others = {**values, **of_environment(completions)}
+        scored = score_entries(entries, rewards, others, skipped)
     notes += [f"skipped: {reason}" for reason in scored.skipped[:1]]
     sampled = f"sampled as in training: temperature {objective.temperature:g}"
     notes.append(f"{sampled}, one completion of each prompt; the interval is over prompts")
@@ -121,30 +124,43 @@ def complete_as_trained(
     decoder: Decoder, tokenizer: Tokenizer, plan: RunPlan, prompts: Sequence[Prompt]
 ) -> list[Completion]:
     """One completion of each prompt, with the random numbers of the run's own evaluations."""
-    objective = plan.objective
-    assert isinstance(objective, Rollouts)
-    in_turn = PromptsInTurn(prompts, PromptReader(plan.data.prepared))
-    stop_ids = known_ids(tokenizer.eos_id, decoder.config.eos_token_id)
-    uniforms = keyed_uniforms(
-        {(place, 0): mix(plan.train.seed, HELD_OUT, place, 0) for place in range(len(prompts))}
-    )
+    sampling = sampling_of(plan, tokenizer)
+
+    def key(place: int, number: int) -> int:
+        return mix(plan.train.seed, HELD_OUT, place, number)
+
+    def report(num_done: int) -> None:
+        progress(f"{num_done:,} of {counted(len(prompts), 'completions')}")
 
     if decoder.device.type == "cpu":
         try:
             decoder.step = CompiledStep(decoder)
         except Uncompiled:
             decoder.step = None  # PyTorch decodes, too
-    completions = counted(len(prompts), "completions")
     with eval_mode(decoder), torch.no_grad():
+        if plan.episodes is not None:
+            longest = plan.data.sequence_length
+            with EpisodeSampler(plan.episodes, tokenizer, longest=longest) as episodes:
+                return episodes.sample(
+                    decoder,
+                    prompts,
+                    1,
+                    sampling,
+                    key,
+                    slots=ROLLOUT_SLOTS,
+                    recorded=RecordedCalls(None),
+                    on_step=report,
+                )
+        in_turn = PromptsInTurn(prompts, PromptReader(plan.data.prepared))
         return sample_completions(
             decoder,
             in_turn,
             1,
-            sampling_of(objective, stop_ids),
-            uniforms,
+            sampling,
+            keyed_uniforms({(place, 0): key(place, 0) for place in range(len(prompts))}),
             slots=ROLLOUT_SLOTS,
             longest=in_turn.longest,
-            on_step=lambda num_done: progress(f"{num_done:,} of {completions}"),
+            on_step=report,
         )
 
 

@@ -9,7 +9,7 @@ Legend: N completions, V vocabulary.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
@@ -27,12 +27,32 @@ PROMPT_TOKENS = 1024  # of prompts that are read at once
 
 
 @final
+@dataclass(frozen=True)
+class Episode:
+    """What a completion of several turns has beside its tokens.
+
+    `prompt_ids`: with the tools, and what the environment began with. `given`: from where to where `ids` were not
+    sampled: results of tools, and markup. `messages`: answers and results, as chat templates take them. `calls`: how
+    many, of which `failed`. `reward`: of the environment, None without one.
+    """
+
+    prompt_ids: list[int]
+    given: list[list[int]]
+    messages: list[dict[str, Any]]
+    turns: int
+    calls: int
+    failed: int
+    reward: float | None = None
+
+
+@final
 @dataclass
 class Completion:
     """A completion of a prompt: completion `number` of the prompt at index `prompt`.
 
     `ids`: the sampled tokens, with the stop id that ended it. `logps`: the log-probability of each when it was sampled,
-    after temperature and filters. `truncated`: it had no stop id after `max_new_tokens`.
+    after temperature and filters. `truncated`: it had no stop id after `max_new_tokens`. `episode`: of several turns,
+    whose given tokens are among `ids`, with a log-probability of 0.
     """
 
     prompt: int
@@ -40,6 +60,16 @@ class Completion:
     ids: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
     truncated: bool = False
+    episode: Episode | None = None
+
+    @property
+    def given(self) -> list[list[int]]:
+        """From where to where `ids` were not sampled."""
+        return [] if self.episode is None else self.episode.given
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.ids) - sum(end - start for start, end in self.given)
 
 
 # The numbers in [0, 1) that the next tokens of completions are sampled with: float64 [N], on any device.
@@ -66,17 +96,22 @@ def sample_completions(
     *,
     slots: int,
     longest: int | None = None,
+    limits: Sequence[int] | None = None,
     on_step: Callable[[int], None] = lambda _done: None,
 ) -> list[Completion]:
     """Samples `num_generations` completions of each prompt. The list has those of the first prompt first.
 
-    At most `slots` of them are decoded at once; one that ends makes room for the next. `on_step` gets the number of
-    completions that have ended, before each forward; it may raise. `longest`: tokens of the longest prompt; None: all
-    are counted, which makes those that are made when they are read. The decoder must be in evaluation mode. Raises
-    NotFinite.
+    `limits`: the most tokens of a completion, of each prompt; None: `sampling.max_new_tokens` of all. At most `slots`
+    of them are decoded at once; one that ends makes room for the next. `on_step` gets the number of completions that
+    have ended, before each forward; it may raise. `longest`: tokens of the longest prompt; None: all are counted, which
+    makes those that are made when they are read. The decoder must be in evaluation mode. Raises NotFinite.
     """
     longest = max(map(len, prompts)) if longest is None else longest
-    capacity = longest + sampling.max_new_tokens
+    if limits is None:
+        limits = [sampling.max_new_tokens] * len(prompts)
+        capacity = longest + sampling.max_new_tokens
+    else:
+        capacity = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
     completions = [
         Completion(prompt, number)
         for prompt in range(len(prompts))
@@ -119,7 +154,7 @@ def sample_completions(
             num_free = past.slots - len(batch.texts)
             new_completions = completions[num_begun : min(num_begun + num_free, num_ready)]
             new_texts = [
-                RunningText(prompts[completion.prompt], sampling, sampling.max_new_tokens, [])
+                RunningText(prompts[completion.prompt], sampling, limits[completion.prompt], [])
                 for completion in new_completions
             ]
             completion_of.update(zip(new_texts, new_completions, strict=True))

@@ -3,11 +3,13 @@
 import ast
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Literal
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_input
 from bloomery.core.plugins import find_plugin, plugin_names
 from bloomery.recipe.rewards import AnyReward, PluginReward, PythonReward, reward_name
+from bloomery.recipe.schema import Recipe
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _MOST = 2**24  # bytes of a file of Python
@@ -21,14 +23,18 @@ def refuse_missing_reward_files(rewards: Iterable[AnyReward]) -> None:
 
 
 def refuse_missing_function(reward: PythonReward) -> None:
-    """Raises UserError for a file that is no Python, and for one without the function.
+    """As `refuse_missing_name`, for the function of a reward."""
+    refuse_missing_name(reward.python, what=f"the reward {reward_name(reward)}", kind="function")
+
+
+def refuse_missing_name(place: str, *, what: str, kind: Literal["function", "class"]) -> None:
+    """Raises UserError for a file that is no Python, and for one without the name. `place`: FILE:NAME.
 
     A file that is not here is none of this plan's business: the run reports it. Nor is one that makes its names when it
     runs.
     """
-    file, _, function = reward.python.rpartition(":")
+    file, _, function = place.rpartition(":")
     path = Path(file)
-    name = reward_name(reward)
     if not path.is_file():
         return
     try:
@@ -36,16 +42,17 @@ def refuse_missing_function(reward: PythonReward) -> None:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
         message = error.msg if isinstance(error, SyntaxError) else str(error)
-        problem = f"the file of the reward {name} cannot be loaded: {type(error).__name__}: {message}{line}"
+        problem = f"the file of {what} cannot be loaded: {type(error).__name__}: {message}{line}"
         raise UserError(problem, where=file, fix=f"correct {path}", code=2) from error
     names = set(_names(tree.body))
     if function in names or "*" in names:
         return
-    functions = [node.name for node in tree.body if isinstance(node, Definition)]
+    kinds = ast.ClassDef if kind == "class" else Definition
+    found = [node.name for node in tree.body if isinstance(node, kinds)]
     raise UserError(
-        f"the reward {name} has no function {function} in {path}",
+        f"{what} has no {kind} {function} in {path}",
         where=file,
-        fix=f"its functions are: {', '.join(functions) or 'none'}",
+        fix=f"its {'classes' if kind == 'class' else 'functions'} are: {', '.join(found) or 'none'}",
         code=2,
     )
 
@@ -64,15 +71,21 @@ def refuse_missing_plugin(reward: PluginReward) -> None:
     )
 
 
-def refuse_missing_files(rewards: Iterable[AnyReward]) -> None:
-    """Raises UserError for a file of a reward that is not here."""
-    for reward in rewards:
-        if not isinstance(reward, PythonReward):
-            continue
-        path = Path(reward.python.rpartition(":")[0])
+def refuse_missing_files(recipe: Recipe) -> None:
+    """Raises UserError for a file of a reward, a tool or an environment that is not here."""
+    places = {
+        reward.python: f"the reward {reward_name(reward)}"
+        for reward in recipe.rewards
+        if isinstance(reward, PythonReward)
+    }
+    places |= {tool.python: f"the tool {tool.python.rpartition(':')[2]}" for tool in recipe.tools}
+    if recipe.environment.python is not None:
+        places[recipe.environment.python] = "the environment"
+    for place, what in places.items():
+        path = Path(place.rpartition(":")[0])
         if not path.is_file():
             raise UserError(
-                f"the reward {reward_name(reward)} has no file {path}",
+                f"{what} has no file {path}",
                 where=str(path),
                 fix="write its path relative to the recipe",
                 code=2,

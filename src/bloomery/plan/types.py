@@ -16,6 +16,7 @@ from bloomery.core.units import Duration, counted
 from bloomery.data.shards import Texts
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.limits import Dequantizer
+from bloomery.recipe.episodes import EnvironmentSection, Tool
 from bloomery.recipe.objectives import Pretrain
 from bloomery.recipe.rewards import AnyReward
 from bloomery.recipe.schema import (
@@ -28,6 +29,7 @@ from bloomery.recipe.schema import (
     PipelineSchedule,
     PipelineTransport,
     Quantize,
+    Recipe,
     VisionParts,
     Wsd,
 )
@@ -560,6 +562,28 @@ class StreamPlan(PlanPart):
         return None if self.waiting_share is None else self.waiting_share <= HIDDEN_SHARE
 
 
+class EpisodesPlan(PlanPart):
+    """Completions of several turns: what the model may call, and how often it may answer."""
+
+    tools: tuple[Tool, ...]
+    environment: EnvironmentSection
+    max_turns: int
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """FILE:NAME of each tool and of the environment: code of the user's."""
+        own = () if self.environment.python is None else (self.environment.python,)
+        return (*(tool.python for tool in self.tools), *own)
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> "EpisodesPlan | None":
+        """None where a completion is one answer."""
+        if not (recipe.tools or recipe.environment.python):
+            return None
+        max_turns = getattr(recipe.objective, "max_turns", 1)  # other objectives are refused
+        return cls(tools=tuple(recipe.tools), environment=recipe.environment, max_turns=max_turns)
+
+
 class RunPlan(PlanPart):
     """Everything a run executes. Stored as `plan.json`; `PlanReport` adds the figures of its page."""
 
@@ -574,6 +598,7 @@ class RunPlan(PlanPart):
     logging: LoggingPlan
     objective: AnyObjective = Pretrain()
     rewards: tuple[AnyReward, ...] = ()  # of grpo, rloo and ppo
+    episodes: EpisodesPlan | None = None  # None: a completion is one answer
     adapter: Adapter = NoAdapter()
     vision: VisionPlan = VisionPlan()
     quantize: Quantize = Quantize()

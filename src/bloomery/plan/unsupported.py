@@ -37,12 +37,16 @@ from bloomery.model.configs import CONTEXT_KEYS
 from bloomery.model.io.expert_tensors import refuse_unquantizable, stacks_of_transformers
 from bloomery.plan.choices import refuse_transformers_misfits
 from bloomery.plan.estimate.states import TrainedModel
-from bloomery.plan.reward_code import refuse_missing_function, refuse_missing_plugin
+from bloomery.plan.reward_code import (
+    refuse_missing_function,
+    refuse_missing_name,
+    refuse_missing_plugin,
+)
 from bloomery.plan.routers import refuse_router
 from bloomery.plan.stages import refuse_schedule
-from bloomery.plan.types import DatasetFacts
+from bloomery.plan.types import DatasetFacts, EpisodesPlan
 from bloomery.plan.vision import refuse_vision_misfits
-from bloomery.recipe.objectives import OnPolicyDistill, RewardedRollouts, Rollouts
+from bloomery.recipe.objectives import GroupRollouts, OnPolicyDistill, RewardedRollouts, Rollouts
 from bloomery.recipe.rewards import PluginReward, PythonReward, VerifierReward, reward_name
 from bloomery.recipe.schema import Lora, NoAdapter, Peft, Recipe
 
@@ -282,11 +286,35 @@ def refuse_recipe(recipe: Recipe) -> None:
         )
 
 
+def _refuse_tool_misfits(recipe: Recipe) -> None:
+    """Raises UserError for tools that no objective calls, and for a file without their name."""
+    episodes = EpisodesPlan.of(recipe)
+    if episodes is None:
+        return
+    where = "tools" if recipe.tools else "environment"
+    if not isinstance(recipe.objective, GroupRollouts):
+        kind = recipe.objective.kind
+        raise UserError(
+            f"not supported yet: tools with {kind}"
+            if isinstance(recipe.objective, Rollouts)
+            else f"tools are called in completions that the model samples, and {kind} samples none",
+            where=where,
+            fix="set objective.kind=grpo, or tools=[] and environment.python=null",
+            code=2,
+        )
+    for tool in recipe.tools:
+        name = tool.python.rpartition(":")[2]
+        refuse_missing_name(tool.python, what=f"the tool {name}", kind="function")
+    if recipe.environment.python is not None:
+        refuse_missing_name(recipe.environment.python, what="the environment", kind="class")
+
+
 def refuse_reward_misfits(recipe: Recipe) -> None:
     """Raises UserError for rewards without completions to score, completions without rewards, a step that holds a part
     of a group, and completions that leave no room for a prompt.
     """
     objective = recipe.objective
+    _refuse_tool_misfits(recipe)
     if not isinstance(objective, Rollouts):
         if recipe.rewards:
             raise UserError(
@@ -298,7 +326,7 @@ def refuse_reward_misfits(recipe: Recipe) -> None:
         return
     if isinstance(objective, OnPolicyDistill):
         _refuse_teacher_misfits(recipe, objective)
-    elif not recipe.rewards:
+    elif not recipe.rewards and recipe.environment.python is None:
         raise UserError(
             f"{objective.kind} needs rewards, which score the completions",
             where="rewards",

@@ -169,6 +169,7 @@ def refuse_pictures(plan: RunPlan) -> None:
     trains_both = trains_text and plan.vision.train != "none"
     excluded = {
         f"objective.kind={kind} without an adapter": (gives_values, "set adapter={kind: lora}"),
+        "tools": (plan.episodes is not None, "set tools=[] and environment.python=null"),
         "a reward model, which reads text": (reads_text, "score with functions or verifiers"),
         "parallel.pipeline": (train.pipeline > 1, "set parallel.pipeline=1"),
         "parallel.context": (train.context > 1, "set parallel.context=1"),

@@ -637,14 +637,12 @@ def _rewards(value: Any, siblings: Mapping[str, Any]) -> tuple[list[str], str]:
         return ["rewards"], "a list of functions, verifiers and reward models"
     rewards = []
     for name in names:
-        module, _, function = name.rpartition(".")
         if name in _TRL_REWARDS:
             rewards.append(dict(_TRL_REWARDS[name]))
         elif "/" in name:
             rewards.append({"model": name})
         else:
-            file = module.replace(".", "/") or "rewards"
-            rewards.append({"python": f"{file}.py:{function}"})
+            rewards.append({"python": _place(name, "rewards")})
     model = siblings.get("reward_model_name_or_path")
     if isinstance(model, str) and model:
         rewards.append({"model": model})
@@ -678,12 +676,43 @@ def _reward_weights(value: Any, siblings: Mapping[str, Any]) -> tuple[list[str],
     return [], "set the weight of each of the rewards"
 
 
+def _tool_rounds(value: Any, _siblings: Mapping[str, Any]) -> tuple[list[str], str]:
+    """TRL counts the rounds of calls between answers."""
+    rounds = _number(value)
+    if rounds is None or rounds < 0 or rounds != int(rounds):
+        return ["objective.max_turns"], "answers of an episode: one more than rounds of calls"
+    return [f"objective.max_turns={int(rounds) + 1}"], "answers: one more than rounds of calls"
+
+
+def _place(name: str, file: str) -> str:
+    """FILE:NAME of a dotted name, whose module is a file next to the recipe; without one, of `file`."""
+    module, _, last = name.rpartition(".")
+    return f"{module.replace('.', '/') or file}.py:{last}"
+
+
+def _tools(value: Any, _siblings: Mapping[str, Any]) -> tuple[list[str], str]:
+    names = value if isinstance(value, list) else [value]
+    if not names or not all(isinstance(name, str) and name for name in names):
+        return ["tools"], "a list of functions"
+    entries = [{"python": _place(name, "tools")} for name in names]
+    return [f"tools={json.dumps(entries)}"], "files are relative to the recipe"
+
+
+def _environment(value: Any, _siblings: Mapping[str, Any]) -> tuple[list[str], str]:
+    if not isinstance(value, str) or not value:
+        return ["environment.python"], "FILE:CLASS"
+    return [f"environment.python={_place(value, 'environment')}"], "relative to the recipe"
+
+
 CALLS = {
     "generation_batch": _generation_batch,
     "generation_steps": _generation_steps,
     "rewards": _rewards,
     "reward_model": _reward_model,
     "reward_weights": _reward_weights,
+    "tool_rounds": _tool_rounds,
+    "tools": _tools,
+    "environment": _environment,
     "accumulation": _accumulation,
     "length": _length,
     "datasets": _datasets,

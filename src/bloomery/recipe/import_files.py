@@ -565,9 +565,13 @@ class _Script:
         if name in ("bf16", "fp16") and "bfloat16_supported" in ast.dump(node):
             self.reading.keys["bf16"] = "auto"
             return
-        if name == "reward_funcs":
+        if name in ("reward_funcs", "tools"):
             functions = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
-            self.reading.keys[name] = [_dotted(function) or "score" for function in functions]
+            usual = "score" if name == "reward_funcs" else "tool"
+            self.reading.keys[name] = [_dotted(function) or usual for function in functions]
+            return
+        if name == "environment_factory" and _dotted(node):
+            self.reading.keys[name] = _dotted(node)
             return
         try:
             value = self.value(node)

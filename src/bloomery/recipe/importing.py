@@ -319,7 +319,8 @@ def _refused(settings: Mapping[str, Setting]) -> tuple[str, str] | None:
 def _complete_rollouts(draft: Draft) -> None:
     """What training on completions needs: rewards or a teacher, and sequences with room for prompt and completion."""
     is_taught = draft.value("objective.kind") == "on_policy_distill"
-    if "rewards" not in draft.settings and not is_taught:
+    has_environment = "environment.python" in draft.settings
+    if "rewards" not in draft.settings and not is_taught and not has_environment:
         reason = "set it: your function score(prompts, completions, **columns) of rewards.py"
         draft.settings["rewards"] = Setting('[{python: "rewards.py:score"}]', (), reason)
     if "data.sequence_length" not in draft.settings:

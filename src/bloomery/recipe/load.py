@@ -617,6 +617,8 @@ _PATHS: tuple[tuple[tuple[str, ...], Callable[[str, Path], str]], ...] = (
     (("objective", "teacher"), _local_or_name),
     (("sample", "prompts", "*", "image"), _absolute),
     (("rewards", "*", "python"), _file_of_function),
+    (("tools", "*", "python"), _file_of_function),
+    (("environment", "python"), _file_of_function),
     (("rewards", "*", "model"), _local_or_name),
 )
 

@@ -155,6 +155,10 @@ class GroupRollouts(RewardedRollouts):
     """Compares the completions of a prompt with each other."""
 
     num_generations: Annotated[int, Field(ge=2)] = key(8, "Completions per prompt.")
+    max_turns: PositiveInt = key(
+        8,
+        "With tools: answers of the model in an episode; the tools of the last one are not called.",
+    )
     epsilon: NonNegativeFloat = key(
         0.2, "Clip range of the ratio of new to old probability, below 1."
     )

@@ -9,7 +9,8 @@ from bloomery.recipe.sections import Section, key
 from bloomery.recipe.values import Memory, WallTime
 
 
-def _file_and_function(value: str) -> str:
+def file_and_function(value: str) -> str:
+    """Raises ValueError."""
     file, _, function = value.rpartition(":")
     if not file or not function.isidentifier():
         raise ValueError("must be FILE:FUNCTION, such as my_rewards.py:score")
@@ -26,7 +27,7 @@ class RewardSection(Section):
 
 
 class PythonReward(RewardSection):
-    python: Annotated[str, AfterValidator(_file_and_function)] = Field(
+    python: Annotated[str, AfterValidator(file_and_function)] = Field(
         description="FILE:FUNCTION of a Python file, relative to the recipe.",
         examples=["my_rewards.py:score"],
     )

@@ -19,6 +19,7 @@ from bloomery.facts.config import Activation, NormKind, QueryNorm
 from bloomery.facts.families import FAMILIES
 from bloomery.facts.optimizers import OPTIMIZERS, USUAL_OPTIMIZER
 from bloomery.facts.presets import PRESETS
+from bloomery.recipe.episodes import EnvironmentSection, Tool
 from bloomery.recipe.objectives import ObjectiveSection, Pretrain, any_objective
 from bloomery.recipe.plugins import add_plugins
 from bloomery.recipe.rewards import AnyReward
@@ -790,6 +791,14 @@ class Recipe(Section):
             {"function": "score"},
             {"plugin": "politeness"},
         ],
+    )
+    tools: list[Tool] = key(
+        [],
+        "grpo and rloo: functions that the model may call, over several turns.",
+        [{"python": "my_tools.py:search"}],
+    )
+    environment: EnvironmentSection = key(
+        EnvironmentSection(), "A state and a reward for each episode, and limits of tools."
     )
     adapter: Adapter = key(NoAdapter(), "Parameter-efficient fine-tuning.")
     quantize: Quantize = key(Quantize(), "Quantization of the frozen base weights.")

@@ -13,7 +13,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.files import digest_of, read_input, state_folder
 from bloomery.core.run_folder import resume_argument
 from bloomery.plan.store import read_identity
-from bloomery.plan.types import RunPlan
+from bloomery.plan.types import EpisodesPlan, RunPlan
 from bloomery.recipe.rewards import PythonReward
 from bloomery.recipe.schema import Command, Recipe
 
@@ -24,12 +24,11 @@ def commands_of(recipe: Recipe) -> frozenset[str]:
 
 
 def reward_files(recipe: Recipe | RunPlan) -> tuple[Path, ...]:
-    """The Python files of `rewards`: code that training runs."""
-    return tuple(
-        Path(reward.python.rpartition(":")[0])
-        for reward in recipe.rewards
-        if isinstance(reward, PythonReward)
-    )
+    """The Python files of rewards, tools and the environment: code that training runs."""
+    episodes = recipe.episodes if isinstance(recipe, RunPlan) else EpisodesPlan.of(recipe)
+    places = [reward.python for reward in recipe.rewards if isinstance(reward, PythonReward)]
+    places += () if episodes is None else episodes.files
+    return tuple(dict.fromkeys(Path(place.rpartition(":")[0]) for place in places))
 
 
 def names_code(plan: RunPlan) -> bool:

@@ -126,7 +126,7 @@ def start(
     # now, and not after hours of preparing data.
     refuse_recipe(loaded_recipe.recipe)
     refuse_unsent_functions(loaded_recipe.recipe.rewards)
-    refuse_missing_files(loaded_recipe.recipe.rewards)
+    refuse_missing_files(loaded_recipe.recipe)
     fetch(loaded_recipe.recipe, weights=True)
     machine, gpus_per_host, hosts = training_devices(loaded_recipe, devices)
     if machine.software.torch is None:
@@ -262,7 +262,7 @@ def _allow_code(flow: Flow, recipe: Recipe) -> None:
     except OSError as error:
         if not (files or flow.hub.hooks):
             return
-        code = " and ".join(["Python rewards"] * bool(files) + ["hooks"] * bool(flow.hub.hooks))
+        code = " and ".join(["Python files"] * bool(files) + ["hooks"] * bool(flow.hub.hooks))
         reason = f"cannot note that you asked for the {code} of this run: {error.filename}: {error.strerror}"
         later = "resume it with --trust-code, or set XDG_STATE_HOME to a folder that you can write"
         flow.hub.emit(Warned(reason=f"{reason}; {later}"))

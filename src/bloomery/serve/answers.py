@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol, final
 
+from bloomery.data.chat.tools import Delta
 from bloomery.infer.text import TextStream
 from bloomery.serve.engine import Chance, End, Piece
 from bloomery.serve.limits import Refused
@@ -14,7 +15,6 @@ from bloomery.serve.prompt_scores import Scores
 from bloomery.serve.requests import CompletionRequest
 from bloomery.serve.served import Served
 from bloomery.serve.thoughts import AnswerForm, AnswerParser, parsed_whole
-from bloomery.serve.tools import Delta
 
 LOWEST = -9999.0  # of a token that is impossible: JSON has no infinity
 Events = AsyncIterator[tuple[int, Piece | End]]  # of each completion of a request, by its index

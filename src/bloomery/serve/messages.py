@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, final
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from bloomery.data.chat.tools import Delta
 from bloomery.serve.answers import Events, failed
 from bloomery.serve.engine import End, Piece
 from bloomery.serve.guard import anthropic_error
@@ -27,7 +28,6 @@ from bloomery.serve.requests import (
 )
 from bloomery.serve.served import Served
 from bloomery.serve.thoughts import AnswerForm
-from bloomery.serve.tools import Delta
 
 BLOCKS = ("text", "image", "tool_use", "tool_result", "thinking")
 

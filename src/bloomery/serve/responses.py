@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, final
 
 from pydantic import BaseModel, BeforeValidator, Field
 
+from bloomery.data.chat.tools import Delta
 from bloomery.serve.answers import Events, chat_chance, failed
 from bloomery.serve.engine import Chance, End, Piece
 from bloomery.serve.limits import Refused
@@ -31,7 +32,6 @@ from bloomery.serve.requests import (
 )
 from bloomery.serve.served import Served
 from bloomery.serve.thoughts import AnswerForm
-from bloomery.serve.tools import Delta
 
 ITEMS = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
 LOGPROBS = "message.output_text.logprobs"

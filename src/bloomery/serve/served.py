@@ -15,6 +15,7 @@ from bloomery.core.device import sent
 from bloomery.core.errors import UserError
 from bloomery.data.chat.render import ChatFormat, chat_format
 from bloomery.data.chat.thoughts import ThoughtFormat, thought_format
+from bloomery.data.chat.tools import Json, ToolFormat, tool_format
 from bloomery.data.examples import Message
 from bloomery.data.pictures.encoder import PictureEncoder, VisionSource
 from bloomery.data.pictures.processor import PictureProcessor
@@ -37,7 +38,7 @@ from bloomery.model.heads import Head
 from bloomery.serve.limits import Limits
 from bloomery.serve.pictures import PictureIntake
 from bloomery.serve.tokenizing import Lane, most_bytes
-from bloomery.serve.tools import AnswerRules, Json, ToolFormat, answer_grammar, tool_format
+from bloomery.serve.tools import AnswerRules, answer_grammar
 
 PIECE = 256  # tokens of a prompt between two steps of the other texts
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import final
 
 from bloomery.data.chat.thoughts import ThoughtFormat
-from bloomery.serve.tools import Delta, ToolFormat, ToolParser
+from bloomery.data.chat.tools import Delta, ToolFormat, ToolParser
 
 
 @final

@@ -340,6 +340,46 @@ class Renderer:
             return ids
         return self._pictures.prompt(ids, answer["contents"])
 
+    def continued(
+        self,
+        messages: Sequence[Message],
+        results: Sequence[Message],
+        tools: tuple[Json, ...],
+        end: str,
+    ) -> list[int]:
+        """The ids between the end of an answer and the next one: results of tools, and the header of the answer.
+
+        `messages` end with an answer like the one before, `end` is the control token that ended it. The answer itself
+        is never rendered again: what a model sampled may have other ids than its text. Raises UserError where the
+        template has no such end, or writes the turns before another way once others follow.
+        """
+        turns = [as_turn(message) for message in (*messages, *results)]
+        markup = self._tokenizer.markup
+        mark = None
+        if markup.occurs([turns, tools]):
+            (turns, broken_tools), mark = markup.broken([turns, tools])
+            tools = tuple(broken_tools)
+        before: str = self._answered(turns[: len(messages)], tools, prompt=False)["text"]
+        whole: str = self._answered(turns, tools, prompt=True)["text"]
+        place = before.rfind(end) + len(end)
+        if end not in before or not whole.startswith(before[:place]):
+            problem = (
+                "writes the turns before a tool's result in another way once it follows"
+                if end in before
+                else f"does not end an answer that calls a tool with {end}"
+            )
+            raise UserError(
+                f"the chat template {problem}",
+                where=self.template.origin,
+                fix="set data.chat.template to another, such as qwen",
+            )
+        # With the token before it: some tokenizers write the beginning of a text in a way of its own.
+        text = whole[place - len(end) :]
+        encode = self._tokenizer.encode_rendered
+        ids = encode(text) if mark is None else markup.encode(text, mark)
+        assert ids[0] == self._tokenizer.id_of(end), "a control token is one token"
+        return ids[1:]
+
     def rendered(self, messages: Iterable[Message], tools: tuple[Json, ...] = ()) -> str:
         """The text of a conversation. Raises UserError."""
         turns = [as_turn(message) for message in messages]
@@ -598,6 +638,18 @@ def as_turn(message: Message) -> Json:
     if message.call_id is not None:
         turn["tool_call_id"] = message.call_id
     return turn
+
+
+def as_message(turn: Mapping[str, Any]) -> Message:
+    """The message that `as_turn` wrote, without pictures."""
+    return Message(
+        turn["role"],
+        turn["content"],
+        calls=tuple(turn.get("tool_calls", ())),
+        name=turn.get("name"),
+        thinking=turn.get("reasoning_content"),
+        call_id=turn.get("tool_call_id"),
+    )
 
 
 class EncodeTurns(Protocol):

@@ -15,20 +15,29 @@ from bloomery.recipe.rewards import AnyReward, ModelReward, PythonReward, reward
 FILE = "rewards.json"
 
 
-def changed_rewards(run_dir: Path, rewards: Sequence[AnyReward]) -> list[str]:
-    """A sentence for each reward whose file or model is not the one of before; notes those of now in `run_dir`."""
-    identities = {}
+def changed_rewards(
+    run_dir: Path, rewards: Sequence[AnyReward], tools: Sequence[str] = ()
+) -> list[str]:
+    """A sentence for each reward whose file or model is not the one of before; notes those of now in `run_dir`.
+
+    `tools`: FILE:NAME of tools and of the environment, of which the same is said.
+    """
+    identities = {
+        place.rpartition(":")[2]: _file_identity(Path(place.rpartition(":")[0])) for place in tools
+    }
     for reward in rewards:
         if isinstance(reward, PythonReward):
             identities[reward_name(reward)] = _file_identity(Path(reward.python.rpartition(":")[0]))
         elif isinstance(reward, ModelReward):
             identities[reward_name(reward)] = _model_identity(reward.model)
+    tool_names = {place.rpartition(":")[2] for place in tools}
     path = run_dir / FILE
     before = _noted(path)
     if identities != before:
         write_durably(path, json.dumps(identities, indent=2) + "\n")
     return [
-        f"the reward {name} changed since this run last trained: later steps are trained with the new one"
+        f"the {'tool' if name in tool_names else 'reward'} {name} changed since this run last trained: later steps are"
+        " trained with the new one"
         for name, identity in identities.items()
         if before.get(name, identity) != identity
     ]

@@ -167,11 +167,11 @@ def _answer(listener: socket.socket, function: Reward, *, copied: bool = False) 
             if job is None:
                 continue
             if copied and not is_limited:
-                limit_memory(_address_space() + job["memory"])
+                limit_memory(address_space() + job["memory"])
                 is_limited = True
             serve_rewards(function, {**job, "socket": connection.fileno()}, messages)
 
 
-def _address_space() -> int:
+def address_space() -> int:
     """Bytes that this process has mapped."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")

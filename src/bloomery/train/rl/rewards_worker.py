@@ -90,13 +90,16 @@ def loaded(job: Mapping[str, Any]) -> Reward:
         return verifier_of(job["verifier"], job.get("settings", {}))
     if "plugin" in job:
         return plugin_reward(job["plugin"])
-    path = Path(job["file"])
-    function_name = job["function"]
-    name = job["name"]
+    reward: Reward = named_in_file(
+        Path(job["file"]), job["function"], what=f"the reward {job['name']}"
+    )
+    return reward
+
+
+def named_in_file(path: Path, name: str, *, what: str, kind: str = "function") -> Any:
+    """The function or class of that name in a file of Python, which is executed. `what`: in errors. Raises Unusable."""
     if not path.is_file():
-        raise Unusable(
-            f"the reward {name} has no file {path}", "write its path relative to the recipe"
-        )
+        raise Unusable(f"{what} has no file {path}", "write its path relative to the recipe")
     # The file of a reward may be called like a module that it imports itself: math.py, datasets.py.
     module_name = path.stem
     if (
@@ -116,22 +119,20 @@ def loaded(job: Mapping[str, Any]) -> Reward:
         fix = f"correct {path}"
         if hidden := hidden_packages(path.parent):
             fix = f"rename {path.parent / hidden[0]}.py, which hides the package {hidden[0]}; or {fix}"
-        raise Unusable(
-            f"the file of the reward {name} cannot be loaded: {error_text(error)}", fix
-        ) from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
+        raise Unusable(f"the file of {what} cannot be loaded: {error_text(error)}", fix) from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        is_kind = inspect.isclass if kind == "class" else inspect.isfunction
         names = ", ".join(
-            function_in_file
-            for function_in_file, value in vars(module).items()
-            if inspect.isfunction(value) and value.__module__ == module.__name__
+            name_in_file
+            for name_in_file, value in vars(module).items()
+            if is_kind(value) and value.__module__ == module.__name__
         )
         raise Unusable(
-            f"the reward {name} has no function {function_name} in {path}",
-            f"its functions are: {names or 'none'}",
+            f"{what} has no {kind} {name} in {path}",
+            f"its {'classes' if kind == 'class' else 'functions'} are: {names or 'none'}",
         )
-    reward: Reward = function
-    return reward
+    return found
 
 
 def plugin_reward(name: str) -> Reward:

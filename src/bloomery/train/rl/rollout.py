@@ -33,7 +33,8 @@ class RolloutSample:
     `sampled_logps`: of each token as it was sampled; `old_logps`: under the model that trained when it was sampled,
     None where only that model trains on it. `has_loss`: False for a completion that is not trained on, and counts as a
     completion. `targets`: with a value head, in place of one `advantage`. `prompt_number`: of the prompt in the run,
-    from which its pictures are read again.
+    from which its pictures are read again. `given`: from where to where the completion was not sampled, but given, as
+    results of tools are: such tokens have no loss.
     """
 
     prompt_ids: tuple[int, ...]
@@ -44,6 +45,7 @@ class RolloutSample:
     has_loss: bool = True
     targets: TokenTargets | None = None
     prompt_number: int = -1
+    given: tuple[tuple[int, int], ...] = ()
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
@@ -99,6 +101,11 @@ class Rollout:
             "has_loss": torch.tensor([sample.has_loss for sample in self.samples]),
             "prompt_numbers": torch.tensor([sample.prompt_number for sample in self.samples]),
         }
+        given = [
+            (number, *span) for number, sample in enumerate(self.samples) for span in sample.given
+        ]
+        if given:
+            tensors["given"] = torch.tensor(given)
         if all(sample.old_logps is not None for sample in self.samples):
             tensors["old_logps"] = torch.tensor(
                 [logp for sample in self.samples for logp in sample.old_logps or ()]
@@ -145,6 +152,10 @@ class Rollout:
         prompt_numbers = [-1] * len(prompts)
         if "prompt_numbers" in tensors:
             prompt_numbers = tensors["prompt_numbers"].tolist()
+        given: list[tuple[tuple[int, int], ...]] = [()] * len(prompts)
+        if "given" in tensors:
+            for number, start, end in tensors["given"].tolist():
+                given[number] += ((start, end),)
         columns = zip(
             prompts,
             completions,
@@ -154,6 +165,7 @@ class Rollout:
             tensors["has_loss"].tolist(),
             targets,
             prompt_numbers,
+            given,
             strict=True,
         )
         samples = tuple(RolloutSample(*column) for column in columns)
@@ -314,6 +326,8 @@ def _batch_of(
         # The label of a position is the token after it.
         scored = completion_span(sample, place)
         loss_mask[place.row, scored] = float(sample.has_loss)
+        for start, end in sample.given:
+            loss_mask[place.row, scored.start + start : scored.start + end] = 0.0
         for name, numbers in sample.extras().items():
             extras[name][place.row, scored] = torch.tensor(numbers)
     return Batch(tokens, labels, loss_mask, positions, documents, sequences, extras)

@@ -9,7 +9,7 @@ import torch
 from bloomery.core.files import write_durably
 from bloomery.data.prompts import Prompt
 from bloomery.data.tokenizer.tokenizer import Tokenizer
-from bloomery.infer.completions import Completion
+from bloomery.infer.completions import Completion, Episode
 from bloomery.monitor.events import stamped_line
 from bloomery.train.rl.policy_loss import deviation_of, mean_of, share_without_variance
 from bloomery.train.rl.rewards import ScoredCompletions
@@ -21,7 +21,7 @@ def completion_metrics(
     completions: Sequence[Completion], scored: ScoredCompletions, *, num_generations: int
 ) -> dict[str, float]:
     """TRL's names."""
-    lengths = torch.tensor([len(text.ids) for text in completions], dtype=torch.float32)
+    lengths = torch.tensor([text.num_sampled for text in completions], dtype=torch.float32)
     is_truncated = torch.tensor([text.truncated for text in completions])
     ended_lengths = lengths[~is_truncated]
     totals = torch.tensor(scored.totals, dtype=torch.float64)
@@ -42,6 +42,7 @@ def completion_metrics(
         metrics["frac_reward_zero_std"] = share
     if len(ended_lengths):
         metrics["completions/mean_terminated_length"] = float(ended_lengths.mean())
+    metrics |= _of_tools([text.episode for text in completions if text.episode is not None])
     for name, rewards in scored.by_name.items():
         known_rewards = [reward for reward in rewards if reward is not None]
         if known_rewards:
@@ -49,6 +50,19 @@ def completion_metrics(
             metrics[f"rewards/{name}/mean"] = mean_of(numbers)
             metrics[f"rewards/{name}/std"] = deviation_of(numbers, correction=0)
     return metrics
+
+
+def _of_tools(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Calls of an episode, the share of calls that failed, and answers of an episode. TRL has the first two."""
+    if not episodes:
+        return {}
+    num_calls = sum(episode.calls for episode in episodes)
+    num_failed = sum(episode.failed for episode in episodes)
+    return {
+        "tools/call_frequency": num_calls / len(episodes),
+        "tools/failure_frequency": num_failed / num_calls if num_calls else 0.0,
+        "tools/turns": sum(episode.turns for episode in episodes) / len(episodes),
+    }
 
 
 def write_completions(
@@ -79,6 +93,8 @@ def write_completions(
         }
         if prompts[text.prompt].pictures:  # which pages about the run read in the prepared dataset
             entry["prompt_number"] = sample.prompt_number
+        if text.episode is not None:
+            entry |= {"messages": text.episode.messages, "given": text.episode.given}
         if sample.targets is not None:
             # Of each token, in place of one for all of them.
             del entry["advantage"]

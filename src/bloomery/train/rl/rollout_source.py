@@ -7,15 +7,18 @@ uninterrupted one samples; a rollout that a checkpoint interrupts is a part of t
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, final
 
 import torch
 
+from bloomery.data.chat.render import chat_format
 from bloomery.data.order import mix
 from bloomery.data.prompts import Prompt, Prompts
+from bloomery.data.shards import read_manifest
+from bloomery.data.tokenizer.templates import own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.infer.completions import Completion
 from bloomery.infer.sampling import Sampling, known_ids
@@ -28,6 +31,7 @@ from bloomery.train.batch_source import SourceInputs, StepBatches
 from bloomery.train.objectives.build import Scoring, on_policy_head, policy_scoring
 from bloomery.train.objectives.distillation import TeacherPlan, load_teacher
 from bloomery.train.rl.advantages import Advantages, advantages_of
+from bloomery.train.rl.episodes import EpisodeSampler
 from bloomery.train.rl.policy_loss import mean_of
 from bloomery.train.rl.policy_scores import PolicyScores
 from bloomery.train.rl.reward_files import changed_rewards
@@ -107,6 +111,7 @@ class RolloutSource:
         advantages: Advantages,
         read_prompt: PromptReader,
         pictures: RolloutPictures,
+        episodes: EpisodeSampler | None,
         taught: PolicyScores | None,
         tokenizer: Tokenizer,
         run_dir: Path,
@@ -117,8 +122,15 @@ class RolloutSource:
         """`taught`: what a teacher thinks of completions; None without one."""
         self._state = state
         self._sampler = Sampler(
-            state, settings.sampling, read_prompt=read_prompt, emit=emit, stop=stop
+            state,
+            settings.sampling,
+            read_prompt=read_prompt,
+            episodes=episodes,
+            calls=run_dir / "tools",
+            emit=emit,
+            stop=stop,
         )
+        self._episodes = episodes
         self._pictures = pictures
         self._settings = settings
         self._prompts = prompts
@@ -139,7 +151,7 @@ class RolloutSource:
 
     @contextmanager
     def steps(self, plan: RunPlan) -> Iterator[Iterator[StepBatches]]:
-        with self._scorer.started():
+        with self._scorer.started(), self._episodes or nullcontext():
             yield self._steps(plan)
 
     def _steps(self, plan: RunPlan) -> Iterator[StepBatches]:
@@ -317,12 +329,14 @@ class RolloutSource:
 def _sample_of(
     completion: Completion, prompt: Prompt, *, prompt_number: int, has_loss: bool = True
 ) -> RolloutSample:
+    episode = completion.episode
     return RolloutSample(
-        tuple(prompt.ids.tolist()),
+        tuple(prompt.ids.tolist() if episode is None else episode.prompt_ids),
         tuple(completion.ids),
         tuple(completion.logps),
         has_loss=has_loss,
         prompt_number=prompt_number,
+        given=tuple((start, end) for start, end in completion.given),
     )
 
 
@@ -341,8 +355,9 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
     held_out = Prompts(plan.data.prepared, seed=plan.train.seed, split="validation")
     pictures = RolloutPictures(plan.data.prepared, prompts)
     mesh = inputs.state.model_and_optimizer.mesh
+    code = () if plan.episodes is None else plan.episodes.files
     if mesh.first_rank:
-        for reason in changed_rewards(inputs.run_dir, plan.rewards):
+        for reason in changed_rewards(inputs.run_dir, plan.rewards, code):
             inputs.emit(Warned(step=inputs.state.progress.step, reason=reason))
     reward_wait = JointWait(mesh, inputs.stop)
     rewards = Rewards(
@@ -368,9 +383,7 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
         inputs.state,
         settings=RolloutSettings(
             num_generations=objective.num_generations,
-            sampling=sampling_of(
-                objective, known_ids(inputs.tokenizer.eos_id, plan.model.config.eos_token_id)
-            ),
+            sampling=sampling_of(plan, inputs.tokenizer),
             num_iterations=objective.num_iterations,
             steps_per_generation=objective.steps_per_generation,
             mask_truncated=isinstance(objective, GroupRollouts)
@@ -388,6 +401,15 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
         ),
         advantages=advantages_of(objective, policy_scores),
         read_prompt=PromptReader(plan.data.prepared),
+        episodes=None
+        if plan.episodes is None
+        else EpisodeSampler(
+            plan.episodes,
+            inputs.tokenizer,
+            longest=plan.data.sequence_length,
+            stop=inputs.stop,
+            on_note=lambda note: inputs.emit(Warned(step=inputs.state.progress.step, reason=note)),
+        ),
         pictures=pictures,
         taught=taught,
         tokenizer=inputs.tokenizer,
@@ -398,13 +420,20 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
     )
 
 
-def sampling_of(objective: Rollouts, stop_ids: tuple[int, ...]) -> Sampling:
-    """`stop_ids` end a completion."""
+def sampling_of(plan: RunPlan, tokenizer: Tokenizer) -> Sampling:
+    """How completions are sampled, up to the end of a text, or of a turn where prompts are conversations."""
+    objective = plan.objective
+    assert isinstance(objective, Rollouts)
+    ends = [tokenizer.eos_id, plan.model.config.eos_token_id]
+    if read_manifest(plan.data.prepared).turns and own_templates(tokenizer.config):
+        # A tokenizer of base models may end texts with one token, and its template turns with another.
+        with chat_format(tokenizer, None) as form:
+            ends += form.stop_ids
     return Sampling(
         max_new_tokens=objective.max_completion_length,
         temperature=objective.temperature,
         top_k=objective.top_k,
         top_p=objective.top_p,
         min_p=objective.min_p,
-        stop_ids=stop_ids,
+        stop_ids=known_ids(*ends),
     )

@@ -10,7 +10,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import final
 
 import numpy as np
@@ -21,7 +22,7 @@ from bloomery.core.device import release_cached_memory
 from bloomery.data.order import mix_arrays
 from bloomery.data.prompts import Prompt
 from bloomery.facts.limits import ROLLOUT_SLOTS
-from bloomery.infer.completions import Completion, Uniforms, sample_completions
+from bloomery.infer.completions import Completion, Episode, Uniforms, sample_completions
 from bloomery.infer.forward import eval_mode, precision_context
 from bloomery.infer.sampling import NotFinite, Sampling
 from bloomery.model.compiled_step import CompiledStep
@@ -33,7 +34,9 @@ from bloomery.parallel.mesh import Mesh
 from bloomery.plan.types import RunPlan
 from bloomery.train.failures import Diverged, OutOfMemory, Stopped, TimeIsUp
 from bloomery.train.process import out_of_memory
+from bloomery.train.rl.episodes import EpisodeSampler
 from bloomery.train.rl.rollout_pictures import PromptsInTurn
+from bloomery.train.rl.tools import RecordedCalls
 from bloomery.train.state import TrainState, empty_model
 
 FORWARDS_PER_CHECK = 16  # of one of several ranks, from one agreement to the next
@@ -148,11 +151,17 @@ class Sampler:
         sampling: Sampling,
         *,
         read_prompt: Callable[[Prompt], list[int]],
+        episodes: EpisodeSampler | None = None,
+        calls: Path | None = None,
         emit: Emit,
         stop: Callable[[], bool],
     ) -> None:
-        """`read_prompt`: what is decoded of a prompt, with its pictures."""
+        """`read_prompt`: what is decoded of a prompt, with its pictures. `episodes`: of several turns with tools, whose
+        calls are recorded in the folder `calls`.
+        """
         self._state = state
+        self._episodes = episodes
+        self._calls = calls
         self._sampling = sampling
         self._read_prompt = read_prompt
         self._emit = emit
@@ -202,6 +211,17 @@ class Sampler:
         def sample(model: Decoder) -> list[Completion]:
             in_turn = PromptsInTurn(own_prompts, self._read_prompt)
             try:
+                if self._episodes is not None:
+                    return self._episodes.sample(
+                        model,
+                        own_prompts,
+                        num_generations,
+                        self._sampling,
+                        lambda index, number: key(own_places[index], number),
+                        slots=self._slots,
+                        recorded=self._recorded(phase),
+                        on_step=agreement.before_forward,
+                    )
                 return sample_completions(
                     model,
                     in_turn,
@@ -228,6 +248,13 @@ class Sampler:
             agreement.wait_for_others(len(completions))
         self._agree_on_slots(slots_before)
         return self._of_all_ranks(completions, own_places)
+
+    def _recorded(self, phase: str) -> RecordedCalls:
+        """What tools answered in this rollout, before the run was killed."""
+        if self._calls is None or phase != "rollout":
+            return RecordedCalls(None)
+        step = self._state.progress.step
+        return RecordedCalls(self._calls / f"step-{step + 1:08d}-rank-{self._mesh.rank}.jsonl")
 
     def _with_fewer_slots(self, sample: Callable[[], list[Completion]]) -> list[Completion]:
         """What `sample` returns; out of memory, it is called again with half as many slots, down to one."""
@@ -266,11 +293,27 @@ class Sampler:
     ) -> list[Completion]:
         """In the order of the prompts."""
         own = [
-            [own_places[text.prompt], text.number, text.ids, text.logps, text.truncated]
+            [
+                own_places[text.prompt],
+                text.number,
+                text.ids,
+                text.logps,
+                text.truncated,
+                None if text.episode is None else asdict(text.episode),
+            ]
             for text in completions
         ]
         gathered = [
-            Completion(*fields) for of_rank in self._mesh.all_gather_json(own) for fields in of_rank
+            Completion(
+                prompt,
+                number,
+                ids,
+                logps,
+                truncated,
+                None if episode is None else Episode(**episode),
+            )
+            for of_rank in self._mesh.all_gather_json(own)
+            for prompt, number, ids, logps, truncated, episode in of_rank
         ]
         return sorted(gathered, key=lambda text: (text.prompt, text.number))
 

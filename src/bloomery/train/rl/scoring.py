@@ -13,6 +13,7 @@ from bloomery.train.rl.reward_models import RewardModels
 from bloomery.train.rl.rewards import Rewards, ScoredCompletions
 from bloomery.train.rl.sampler import JointWait
 
+ENVIRONMENT = "environment"  # the name of its reward
 COLUMN_PROMPTS = 200  # the first ones, whose columns are looked at
 
 
@@ -47,7 +48,8 @@ class CompletionScorer:
         values, skipped_by_models = self.models.score(entries.prompts, entries.texts)
         message: list[Any] = []
         if self.mesh.first_rank:
-            scored = score_entries(entries, self.rewards, values, skipped_by_models)
+            others = {**values, **of_environment(completions)}
+            scored = score_entries(entries, self.rewards, others, skipped_by_models)
             # JSON has no NaN.
             message = [
                 {name: list(rewards) for name, rewards in scored.by_name.items()},
@@ -81,10 +83,14 @@ def reward_entries(
     tokenizer: Tokenizer, prompts: Sequence[Prompt], completions: Sequence[Completion]
 ) -> RewardEntries:
     of_completion = [prompts[completion.prompt] for completion in completions]
-    texts = [tokenizer.decode(visible_ids(completion)) for completion in completions]
+    texts = [_text_of(tokenizer, completion) for completion in completions]
     values = [
-        text if prompt.messages is None else [{"role": "assistant", "content": text}]
-        for text, prompt in zip(texts, of_completion, strict=True)
+        completion.episode.messages
+        if completion.episode is not None
+        else text
+        if prompt.messages is None
+        else [{"role": "assistant", "content": text}]
+        for completion, text, prompt in zip(completions, texts, of_completion, strict=True)
     ]
     names = list(dict.fromkeys(name for prompt in of_completion for name in prompt.columns))
     columns = {name: [prompt.columns.get(name) for prompt in of_completion] for name in names}
@@ -95,6 +101,26 @@ def reward_entries(
         [completion.ids for completion in completions],
         columns,
     )
+
+
+def _text_of(tokenizer: Tokenizer, completion: Completion) -> str:
+    """Of an episode, its last answer."""
+    if completion.episode is None:
+        return tokenizer.decode(visible_ids(completion))
+    answers = [turn for turn in completion.episode.messages if turn["role"] == "assistant"]
+    text: str = answers[-1]["content"]
+    return text
+
+
+def of_environment(
+    completions: Sequence[Completion],
+) -> dict[str, tuple[float, Sequence[float | None]]]:
+    """The rewards of an environment, with their weight, as further ones; of none, none."""
+    rewards = [
+        None if completion.episode is None else completion.episode.reward
+        for completion in completions
+    ]
+    return {} if all(reward is None for reward in rewards) else {ENVIRONMENT: (1.0, rewards)}
 
 
 def score_entries(

@@ -1,0 +1,65 @@
+"""Several turns of a model with tools, token in, token out: what a turn adds is never a rendering of what was sampled.
+
+Tokenizers are no bijection: the text of sampled ids has other ids when it is encoded again, and log-probabilities would
+be those of tokens that nobody sampled.
+"""
+
+from collections.abc import Sequence
+from typing import Any, final
+
+from bloomery.data.chat.render import Renderer
+from bloomery.data.chat.tools import Json, ToolCall, calls_in, tool_format
+from bloomery.data.examples import Message
+from bloomery.data.tokenizer.tokenizer import Tokenizer
+
+
+@final
+class Turns:
+    """Prompts with tools, calls in answers, and results between two answers. Raises UserError for a template without
+    tools.
+    """
+
+    def __init__(self, renderer: Renderer, tokenizer: Tokenizer, tools: Sequence[Json]) -> None:
+        self._renderer = renderer
+        self._tokenizer = tokenizer
+        self._tools = tuple(tools)
+        self._form = tool_format(renderer.rendered) if tools else None
+        self._ends: dict[int, bool] = {}
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """The ids of a conversation up to the header of the answer, with the tools. Raises UserError."""
+        return self._renderer.prompt(messages, self._tools)
+
+    def read(self, ids: Sequence[int]) -> tuple[str, list[ToolCall]]:
+        """The text of an answer beside its calls, and these. `ids`: without the one that ended it."""
+        text = self._tokenizer.decode(list(ids))
+        return (text, []) if self._form is None else calls_in(text, self._form)
+
+    def ends_turn(self, token: int) -> bool:
+        """Whether the template ends an answer that calls a tool with this token."""
+        if token not in self._ends:
+            text = self._renderer.rendered((Message("user", ""), _called([_ANY])), self._tools)
+            self._ends[token] = self._tokenizer.spelled(token).decode(errors="replace") in text
+        return self._ends[token]
+
+    def given(self, calls: Sequence[ToolCall], results: Sequence[str], end_id: int) -> list[int]:
+        """The ids that follow an answer with these calls, which `end_id` ended, up to the header of the next one."""
+        answer = _called(calls)
+        of_tools = [
+            Message("tool", result, name=call.name, call_id=call.id)
+            for call, result in zip(calls, results, strict=True)
+        ]
+        end = self._tokenizer.spelled(end_id).decode()
+        return self._renderer.continued((Message("user", ""), answer), of_tools, self._tools, end)
+
+
+_ANY = ToolCall("tool", "{}", "call00000")  # Mistral's templates take ids of nine letters
+
+
+def _called(calls: Sequence[ToolCall]) -> Message:
+    return Message("assistant", "", calls=tuple(map(call_json, calls)))
+
+
+def call_json(call: ToolCall) -> dict[str, Any]:
+    """A call as chat templates take it, without its arguments: what follows it does not depend on them."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": {}}}

@@ -1,0 +1,344 @@
+"""Completions of several turns: the model answers, tools it calls are called, and it goes on with their results.
+
+Token in, token out: the ids of an answer stay as they were sampled, and what follows it is the difference of two
+renderings. Every token is sampled with a number keyed by the episode and its place in it, an environment begins with
+the episode's own seed, and the results of all episodes of a turn are waited for together. So an episode depends neither
+on how many run at once nor on which rank it runs.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bloomery.core.errors import UserError
+from bloomery.data.chat.render import Renderer, as_message
+from bloomery.data.chat.tools import ToolCall
+from bloomery.data.chat.turns import Turns
+from bloomery.data.examples import Message
+from bloomery.data.order import mix_arrays
+from bloomery.data.prompts import Prompt
+from bloomery.data.tokenizer.tokenizer import Tokenizer
+from bloomery.infer.completions import Completion, Episode, sample_completions
+from bloomery.infer.sampling import Sampling
+from bloomery.model.decoder import Decoder
+from bloomery.plan.types import EpisodesPlan
+from bloomery.train.rl.tools import RecordedCalls, ToolResult, Tools
+
+
+@final
+class RunningEpisode:
+    """An episode that is played: `number` in the process of the tools, `key` of its random numbers and its seed."""
+
+    def __init__(self, number: int, completion: Completion, key: int) -> None:
+        self.number = number
+        self.completion = completion
+        self.key = key
+        self.prompt_ids: list[int] = []
+        self.given: list[list[int]] = []
+        self.messages: list[dict[str, Any]] = []
+        self.calls: list[ToolCall] = []  # of its last answer
+        self.turns = self.num_calls = self.num_failed = 0
+        self.reward: float | None = None
+
+    @property
+    def ids(self) -> list[int]:
+        """All that the model is given for its next answer."""
+        return self.prompt_ids + self.completion.ids
+
+    def ended(self) -> Completion:
+        self.completion.episode = Episode(
+            self.prompt_ids,
+            self.given,
+            self.messages,
+            self.turns,
+            self.num_calls,
+            self.num_failed,
+            self.reward,
+        )
+        return self.completion
+
+
+@final
+class EpisodeSampler:
+    """Plays episodes; a context, which ends the processes of tools and of the chat template."""
+
+    def __init__(
+        self,
+        plan: EpisodesPlan,
+        tokenizer: Tokenizer,
+        *,
+        longest: int,
+        stop: Callable[[], bool] = lambda: False,
+        on_note: Callable[[str], None] = lambda _note: None,
+    ) -> None:
+        """`longest`: tokens of a prompt and its episode. `on_note`: what the user should know of the tools."""
+        self._tools = Tools(plan, stop=stop)
+        self._renderer = Renderer(tokenizer, template=None, train_on="assistant")
+        self._tokenizer = tokenizer
+        self._turns: Turns | None = None
+        self._max_turns = plan.max_turns
+        self._longest = longest
+        # It has a state that every call may change: recorded results do not replace a call.
+        self._has_environment = plan.environment.python is not None
+        self._on_note = on_note
+
+    def __enter__(self) -> "EpisodeSampler":
+        """Raises UserError for a file of tools that cannot be loaded, and for a chat template without tools."""
+        self._turns = Turns(self._renderer, self._tokenizer, self._tools.schemas)
+        for note in self._tools.notes:
+            self._on_note(note)
+        return self
+
+    def __exit__(self, *_raised: object) -> None:
+        self._tools.close()
+        self._renderer.close()
+
+    def sample(
+        self,
+        decoder: Decoder,
+        prompts: Sequence[Prompt],
+        num_generations: int,
+        sampling: Sampling,
+        key: Callable[[int, int], int],
+        *,
+        slots: int,
+        recorded: RecordedCalls,
+        on_step: Callable[[int], None] = lambda _done: None,
+    ) -> list[Completion]:
+        """`num_generations` episodes of each prompt. `key`: of an episode, by its prompt's index and its number.
+
+        `sampling.max_new_tokens`: of an episode, given tokens included. Raises NotFinite, UserError and Stopped.
+        """
+        assert self._turns is not None, "used as a context"
+        if not any(map(self._turns.ends_turn, sampling.stop_ids)):
+            raise UserError(
+                "the chat template ends an answer that calls a tool with no token that ends an answer",
+                where="data.chat.template",
+                fix="set data.chat.template to another, such as qwen",
+            )
+        episodes = [
+            RunningEpisode(index, Completion(prompt, number), key(prompt, number))
+            for index, (prompt, number) in enumerate(
+                (prompt, number)
+                for prompt in range(len(prompts))
+                for number in range(num_generations)
+            )
+        ]
+        self._begin(episodes, prompts, sampling.max_new_tokens)
+        playing = list(episodes)
+        while playing:
+            # 1. The next answer of each, as far as there is room.
+            report = partial(_report, on_step, len(episodes) - len(playing))
+            limits = [self._room(episode, sampling.max_new_tokens) for episode in playing]
+            self._answer(
+                decoder,
+                playing,
+                sampling,
+                limits,
+                slots=slots,
+                on_step=report,
+            )
+
+            # 2. The calls of all of them together; an episode without one is over.
+            calling = [
+                episode
+                for episode in playing
+                if episode.calls
+                and not episode.completion.truncated
+                and self._turns.ends_turn(episode.completion.ids[-1])
+            ]
+            playing = []
+            if calling and self._max_turns > calling[0].turns:
+                playing = self._call(calling, recorded, sampling.max_new_tokens)
+
+        # 3. What the environment thinks of them.
+        if self._has_environment:
+            numbers = [episode.number for episode in episodes]
+            for episode, reward in zip(episodes, self._tools.rewards(numbers), strict=True):
+                episode.reward = reward
+        self._tools.forget([episode.number for episode in episodes])
+        return [episode.ended() for episode in episodes]
+
+    def _begin(
+        self, episodes: Sequence[RunningEpisode], prompts: Sequence[Prompt], max_new_tokens: int
+    ) -> None:
+        """Resets the environments, and writes the prompts with the tools."""
+        assert self._turns is not None, "used as a context"
+        rows = {
+            episode.number: (episode.key, row_of(prompts[episode.completion.prompt]))
+            for episode in episodes
+        }
+        texts = self._tools.reset(rows)
+        written = dict[tuple[int, str | None], list[int]]()
+        for episode in episodes:
+            place = (episode.completion.prompt, texts[episode.number])
+            if place not in written:
+                written[place] = self._turns.prompt(opening(prompts[place[0]], place[1]))
+            episode.prompt_ids = written[place]
+            if self._room(episode, max_new_tokens) < 1:
+                raise UserError(
+                    f"a prompt with its tools has {len(episode.prompt_ids):,} tokens: no room for an answer",
+                    where="data.sequence_length",
+                    fix=f"set data.sequence_length={len(episode.prompt_ids) + max_new_tokens}",
+                )
+
+    def _room(self, episode: RunningEpisode, max_new_tokens: int) -> int:
+        """How many tokens its next answer may have."""
+        return min(max_new_tokens - len(episode.completion.ids), self._longest - len(episode.ids))
+
+    def _answer(
+        self,
+        decoder: Decoder,
+        playing: Sequence[RunningEpisode],
+        sampling: Sampling,
+        limits: Sequence[int],
+        *,
+        slots: int,
+        on_step: Callable[[int], None],
+    ) -> None:
+        assert self._turns is not None
+
+        def uniforms(texts: Sequence[Completion]) -> Tensor:
+            """By the episode and the place of the token in it, as for completions of one turn."""
+            running = [playing[text.prompt] for text in texts]
+            keys = np.array([episode.key for episode in running], dtype=np.uint64)
+            places = np.array(
+                [
+                    len(episode.completion.ids) + len(text.ids)
+                    for episode, text in zip(running, texts, strict=True)
+                ],
+                dtype=np.uint64,
+            )
+            bits = mix_arrays(keys, places) >> np.uint64(11)
+            return torch.from_numpy(bits.astype(np.float64) * 2.0**-53)
+
+        answers = sample_completions(
+            decoder,
+            [episode.ids for episode in playing],
+            1,
+            sampling,
+            uniforms,
+            slots=slots,
+            limits=limits,
+            on_step=on_step,
+        )
+        for episode, answer in zip(playing, answers, strict=True):
+            whole = episode.completion
+            whole.ids += answer.ids
+            whole.logps += answer.logps
+            whole.truncated = answer.truncated
+            content, episode.calls = self._turns.read(
+                answer.ids if answer.truncated else answer.ids[:-1]
+            )
+            episode.turns += 1
+            episode.messages.append(message_json(content, episode.calls))
+
+    def _call(
+        self, calling: Sequence[RunningEpisode], recorded: RecordedCalls, max_new_tokens: int
+    ) -> list[RunningEpisode]:
+        """Calls what the last answers ask for, and gives the results; returns those that go on.
+
+        Recorded results of functions are read.
+        """
+        assert self._turns is not None
+        results = dict[int, list[ToolResult | None]]()
+        for episode in calling:
+            results[episode.number] = [
+                None
+                if self._has_environment
+                else recorded.answer(episode.key, episode.turns, place, call)
+                for place, call in enumerate(episode.calls)
+            ]
+        missing = {
+            episode.number: [
+                call
+                for call, result in zip(episode.calls, results[episode.number], strict=True)
+                if result is None
+            ]
+            for episode in calling
+        }
+        asked = {number: calls for number, calls in missing.items() if calls}
+        answers = (
+            {number: iter(of_episode) for number, of_episode in self._tools.call(asked).items()}
+            if asked
+            else {}
+        )
+        new = list[tuple[int, int, int, ToolCall, ToolResult]]()
+        going_on = list[RunningEpisode]()
+        for episode in calling:
+            whole = list[ToolResult]()
+            for place, (call, known) in enumerate(
+                zip(episode.calls, results[episode.number], strict=True)
+            ):
+                result = next(answers[episode.number]) if known is None else known
+                if known is None:
+                    new.append((episode.key, episode.turns, place, call, result))
+                whole.append(result)
+            if self._give(episode, whole, max_new_tokens):
+                going_on.append(episode)
+        recorded.add(new)
+        return going_on
+
+    def _give(
+        self, episode: RunningEpisode, results: Sequence[ToolResult], max_new_tokens: int
+    ) -> bool:
+        """Appends results, which nobody sampled. Those that leave no room for an answer are not given, and the episode
+        is over, as with TRL: then False.
+        """
+        assert self._turns is not None
+        episode.num_calls += len(results)
+        episode.num_failed += sum(result.failed for result in results)
+        completion = episode.completion
+        ids = self._turns.given(
+            episode.calls, [result.text for result in results], completion.ids[-1]
+        )
+        if len(ids) >= self._room(episode, max_new_tokens):
+            return False
+        episode.messages += [
+            {"role": "tool", "name": call.name, "content": result.text}
+            for call, result in zip(episode.calls, results, strict=True)
+        ]
+        start = len(completion.ids)
+        completion.ids += ids
+        completion.logps += [0.0] * len(ids)
+        episode.given.append([start, start + len(ids)])
+        return True
+
+
+def _report(on_step: Callable[[int], None], num_over: int, num_done: int) -> None:
+    """`num_over`: the episodes that are over before this turn."""
+    on_step(num_over + num_done)
+
+
+def row_of(prompt: Prompt) -> dict[str, Any]:
+    """What `reset` is given, as by TRL: the prompt and the other columns of its row."""
+    return {"prompt": prompt.text if prompt.messages is None else prompt.messages, **prompt.columns}
+
+
+def opening(prompt: Prompt, text: str | None) -> list[Message]:
+    """The conversation of a prompt; the user's last turn ends with `text`."""
+    messages = (
+        [Message("user", prompt.text)]
+        if prompt.messages is None
+        else [as_message(turn) for turn in prompt.messages]
+    )
+    if text is None:
+        return messages
+    if not messages or messages[-1].role != "user":
+        return [*messages, Message("user", text)]
+    return [*messages[:-1], replace(messages[-1], content=messages[-1].content + text)]
+
+
+def message_json(content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if calls:
+        message["tool_calls"] = [
+            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in calls
+        ]
+    return message
