@@ -47,6 +47,7 @@ STREAMED = (
     "train/test_gemma4_runs.py",
     "train/test_hybrid_runs.py",
     "train/test_mixture_runs.py",
+    "train/test_picture_rollouts.py",
     "train/test_ppo_runs.py",
     "train/test_preference_runs.py",
     "train/test_reference_model.py::test_a_resumed_run_has_the_same_reference",

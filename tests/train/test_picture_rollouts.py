@@ -345,7 +345,7 @@ def test_reward_models_read_text_and_are_refused(recipe, tmp_path):
 
 def test_eval_of_a_run_is_its_own_evaluation(tmp_path):
     recipe = write_recipe(tmp_path, "qwen3_vl", validation="0.4")
-    plan = plan_of(recipe, "train.max_steps=2")
+    plan = plan_of(recipe, "train.max_steps=2", "adapter={kind: lora, rank: 4}")
     vision = VisionPlan(train="projector", projector_learning_rate=0.1)
     plan = plan.model_copy(update={"vision": vision})
     events = train(plan, tmp_path / "run")

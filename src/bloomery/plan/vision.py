@@ -161,9 +161,6 @@ def refuse_pictures(plan: RunPlan) -> None:
     # A checkpoint of the whole model has no place for the head of a reward model.
     gives_values = plan.objective.spec.values and isinstance(plan.adapter, NoAdapter)
     reads_text = any(isinstance(each, ModelReward) for each in plan.rewards)
-    # A second model, and completions, would have to see them, too.
-    spec = plan.objective.spec
-    sees_alone = not (spec.reference or kind == "distill" or spec.source == "rollouts")
     # Their gradients would be on the host and on the device.
     trains_text = isinstance(plan.adapter, NoAdapter) and not plan.vision.freeze_language_model
     trains_both = trains_text and plan.vision.train != "none"
@@ -173,10 +170,6 @@ def refuse_pictures(plan: RunPlan) -> None:
         "a reward model, which reads text": (reads_text, "score with functions or verifiers"),
         "parallel.pipeline": (train.pipeline > 1, "set parallel.pipeline=1"),
         "parallel.context": (train.context > 1, "set parallel.context=1"),
-        f"parallel.stream with objective.kind={kind}": (
-            train.stream != "off" and not sees_alone,
-            "set parallel.stream=off",
-        ),
         "parallel.stream of trained weights beside a tower that is trained": (
             train.stream != "off" and trains_both,
             "set adapter={kind: lora}",
