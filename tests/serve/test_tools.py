@@ -1,4 +1,4 @@
-"""Tool calls, as OpenAI's own client sees them, in the forms of Hermes and Qwen, Llama 3.1 and Mistral."""
+"""Tool calls, as OpenAI's own client sees them, in each form in which chat templates write them."""
 
 import json
 from collections.abc import Iterator
@@ -13,13 +13,14 @@ from server_for_tests import LIMITS, Running, running
 from test_serve import client_of, post
 
 from bloomery.core.errors import UserError
-from bloomery.data.chat.tools import ToolFormat, ToolParser, tool_format
+from bloomery.data.chat.tools import FORMS, ToolFormat, ToolParser, calls_in, tool_format
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.infer.decode import sample_tokens
 from bloomery.infer.grammar import JsonGrammars
 from bloomery.infer.sampling import Sampling
 from bloomery.serve.tools import AnswerRules, answer_grammar
 from models_for_tests import make_chat_model
+from tool_templates import QWEN_XML_TEMPLATE
 
 LONG = replace(LIMITS, context=2048, new_tokens=400)
 
@@ -57,9 +58,24 @@ WEATHER = {
     },
 }
 CLOCK = {"type": "function", "function": {"name": "clock"}}
-HERMES = ToolFormat("<tool_call>", "\n", "arguments", "\n</tool_call>")
-MISTRAL = ToolFormat("[TOOL_CALLS]", " [", "arguments", "]", several=True)
-LLAMA = ToolFormat("", "", "parameters", "")
+TYPED = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "parameters": {
+            "type": "object",
+            "$defs": {"n": {"anyOf": [{"type": "integer"}, {"type": "null"}]}},
+            "properties": {
+                "text": {"type": "string"},
+                "n": {"$ref": "#/$defs/n"},
+                "on": {"type": "boolean"},
+                "many": {"type": "array"},
+                "either": {"type": ["string", "integer"]},
+            },
+        },
+    },
+}
+HERMES, QWEN_XML, MISTRAL, LLAMA = (forms[0] for forms in FORMS.values())
 LLAMA_TEMPLATE = """{% for m in messages %}<|im_start|>{{ m.role }}
 {% if tools and loop.first %}{{ tools | tojson }}{% endif %}
 {% if m.tool_calls %}{% set f = m.tool_calls[0].function %}
@@ -212,11 +228,15 @@ class TestTools:
             assert name in ("weather", "clock")
             check_weather(arguments) if name == "weather" else json.loads(arguments)
 
-    @pytest.mark.parametrize("template", [LLAMA_TEMPLATE, MISTRAL_TEMPLATE])
-    def test_the_forms_of_llama_and_mistral(self, tmp_path: Path, template: str) -> None:
-        folder = make_chat_model(tmp_path / "chat", "[TOOL_CALLS]", "[INST]", "[/INST]")
+    @pytest.mark.parametrize(
+        ("template", "form"),
+        [(LLAMA_TEMPLATE, LLAMA), (MISTRAL_TEMPLATE, MISTRAL), (QWEN_XML_TEMPLATE, QWEN_XML)],
+    )
+    def test_the_other_forms(self, tmp_path: Path, template: str, form: ToolFormat) -> None:
+        marks = ("[TOOL_CALLS]", "[INST]", "[/INST]", "<tool_call>", "</tool_call>")
+        folder = make_chat_model(tmp_path / "chat", *marks)
         with running({"chat": folder}, template=template, limits=LONG) as server:
-            assert server.models[0].tools == (MISTRAL if "INST" in template else LLAMA)
+            assert server.models[0].tools == form
             client, asked = (
                 client_of(server),
                 {"model": "chat", "messages": self.TURNS, "tools": [WEATHER]},
@@ -341,6 +361,34 @@ class TestTools:
                 [("f", {"a": 1}), ("g", {})],
             ),
             (LLAMA, '{"name": "f", "parameters": {"a": {"b": []}}}', "", [("f", {"a": {"b": []}})]),
+            (
+                QWEN_XML,
+                'So:\n<tool_call>\n<function=f>\n<parameter=text>\n\na < "b"\n<par>\n\n</parameter>\n'
+                "<parameter=n>\n3\n</parameter>\n<parameter=on>\nTrue\n</parameter>\n<parameter=many>\n"
+                '["x", {"y": null}]\n</parameter>\n<parameter=either>\n12\n</parameter>\n</function>\n</tool_call>'
+                "\n<tool_call>\n<function=g>\n</function>\n</tool_call>",
+                "So:",
+                [
+                    (
+                        "f",
+                        {
+                            "text": '\na < "b"\n<par>\n',
+                            "n": 3,
+                            "on": True,
+                            "many": ["x", {"y": None}],
+                            "either": 12,
+                        },
+                    ),
+                    ("g", {}),
+                ],
+            ),
+            # No line breaks, and no end of the function.
+            (
+                QWEN_XML,
+                "<tool_call><function=f><parameter=text>3</parameter><parameter=n> 4 </parameter></tool_call> so",
+                " so",
+                [("f", {"text": "3", "n": 4})],
+            ),
             (LLAMA, "Hello {you}", "Hello {you}", []),
             (LLAMA, '{"ok": {"a": 1}}', '{"ok": {"a": 1}}', []),
         ],
@@ -348,7 +396,7 @@ class TestTools:
     def test_calls_are_read_however_the_text_arrives(
         self, form: ToolFormat, text: str, content: str, calls: list, cut: int
     ) -> None:
-        parser, found, written = ToolParser(form), list[list[str]](), ""
+        parser, found, written = ToolParser(form, [TYPED]), list[list[str]](), ""
         pieces = [text[at : at + cut] for at in range(0, len(text), cut)]
         for part in [part for piece in pieces for part in parser.push(piece)] + parser.flush():
             written += part.content
@@ -407,7 +455,7 @@ class TestTools:
 
     # Qwen's <tool_call> is an added token, and not special
     @pytest.mark.parametrize("special", [True, False])
-    @pytest.mark.parametrize("form", [HERMES, MISTRAL])
+    @pytest.mark.parametrize("form", [HERMES, QWEN_XML, MISTRAL])
     def test_a_grammar_takes_the_call_as_the_tokenizer_writes_it(
         self, tmp_path: Path, form: ToolFormat, special: bool
     ) -> None:
@@ -419,18 +467,98 @@ class TestTools:
         path.write_text(json.dumps(described))
         tokenizer = load_tokenizer(folder)
         end = tokenizer.id_of("<|im_end|>")
-        call = (
-            form.before
-            + '{"name": "weather", "arguments": {"city": "Bern", "days": 2}}'
-            + form.closing
-        )
+        call = form.written("weather", {"city": "Bern", "days": 2})
         for required, before in ((True, ""), (False, "hello ")):
             rules = AnswerRules([WEATHER], required=required, parallel=True)
             grammar = answer_grammar(rules, form, tokenizer, [end])
             with closing(JsonGrammars(tokenizer, tokenizer.vocab_size, [end])) as grammars:
                 follow = grammars.follow(grammar)
-            for token in (*tokenizer.encode(before + form.opening + call), end):
+            for token in (*tokenizer.encode(before + call), end):
                 assert follow.masked(torch.zeros(tokenizer.vocab_size))[token] == 0, (
                     tokenizer.decode([token])
                 )
                 follow.take(token)
+
+    def test_a_grammar_of_parameters_keeps_to_the_types_of_their_values(
+        self, tmp_path: Path
+    ) -> None:
+        folder = make_chat_model(tmp_path / "chat", "<tool_call>", "</tool_call>")
+        tokenizer = load_tokenizer(folder)
+        end = tokenizer.id_of("<|im_end|>")
+        grammar = answer_grammar(
+            AnswerRules([TYPED, CLOCK], required=True, parallel=True), QWEN_XML, tokenizer, [end]
+        )
+
+        def is_taken(text: str) -> bool:
+            follow = grammars.follow(grammar)
+            for token in (*tokenizer.encode(text), end):
+                if follow.masked(torch.zeros(tokenizer.vocab_size))[token] != 0:
+                    return False
+                follow.take(token)
+            return True
+
+        good = {"text": 'a < "b"\n</par>\n', "n": 3, "on": True, "many": ["x"], "either": "12 or"}
+        bad = ({"n": "three"}, {"on": "yes"}, {"many": {}}, {"other": 1}, {"on": True, "n": 1})
+        with closing(JsonGrammars(tokenizer, tokenizer.vocab_size, [end])) as grammars:
+            written = QWEN_XML.written("f", good)
+            assert is_taken(f"{written}\n{QWEN_XML.written('clock', {})}")
+            assert calls_in(written, QWEN_XML, [TYPED])[1][0].arguments == json.dumps(good)
+            for arguments in bad:
+                assert not is_taken(QWEN_XML.written("f", arguments)), arguments
+            assert not is_taken(QWEN_XML.written("clock", {"zone": "CET"}))
+
+    @pytest.mark.parametrize(
+        "ending", ["", "<parameter=n>\n4", "<parameter=n>\n4\n</parameter>\nor </function>"]
+    )
+    def test_a_call_that_is_cut_off_or_broken_has_arguments_that_are_no_json(
+        self, ending: str
+    ) -> None:
+        text = f"<tool_call>\n<function=f>\n<parameter=text>\na\n</parameter>\n{ending}"
+        _, [call] = calls_in(text, QWEN_XML, [TYPED])
+        assert call.name == "f" and call.arguments.startswith('{"text": "a"')
+        with pytest.raises(json.JSONDecodeError):
+            json.loads(call.arguments)
+
+    def test_a_long_text_arrives_while_it_is_written(self) -> None:
+        parser = ToolParser(QWEN_XML, [TYPED])
+        parser.push("<tool_call>\n<function=f>\n<parameter=text>\n")
+        pieces = ["one ", 'two "', "\n</para", "graph>", "\n</parameter>\n"]
+        parts = ["".join(part.arguments for part in parser.push(piece)) for piece in pieces]
+        assert parts == ["one ", 'two \\"', "", "\\n</paragraph>", '"']
+
+    @pytest.mark.parametrize(
+        "parameters",
+        [
+            {"type": "array"},
+            {"type": "object", "properties": 5},
+            {"type": "object", "properties": {"a": {}}, "required": 5},
+            {"type": "object", "properties": {"a": {"enum": []}}},
+            {"type": "object", "properties": {"a": {"type": "no type"}}},
+            {"type": "object", "properties": {"a": {"$ref": "#/nowhere", "type": "integer"}}},
+        ],
+    )
+    def test_schemas_that_are_none_are_refused_for_parameters_too(
+        self, folder: Path, parameters: dict
+    ) -> None:
+        tokenizer = load_tokenizer(folder)
+        end = tokenizer.id_of("<|im_end|>")
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        with (
+            closing(JsonGrammars(tokenizer, tokenizer.vocab_size, [end])) as grammars,
+            pytest.raises(UserError, match="not supported"),
+        ):
+            rules = AnswerRules([tool], required=True)
+            grammars.follow(answer_grammar(rules, QWEN_XML, tokenizer, [end]))
+
+    def test_rules_of_a_text_without_quotes_bind_no_strict_tool(self, tmp_path: Path) -> None:
+        tokenizer = load_tokenizer(make_chat_model(tmp_path / "chat"))
+        properties = {"a": {"type": "string", "pattern": "b"}}
+        function = {"name": "f", "parameters": {"type": "object", "properties": properties}}
+        for strict in (False, True):
+            tool = {"type": "function", "function": {**function, "strict": strict}}
+            rules = AnswerRules([tool], required=True)
+            if strict:
+                with pytest.raises(UserError, match="rules of a text"):
+                    answer_grammar(rules, QWEN_XML, tokenizer, [1])
+            else:
+                assert "lazy" in answer_grammar(rules, QWEN_XML, tokenizer, [1])

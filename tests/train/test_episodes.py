@@ -20,6 +20,7 @@ from bloomery.train.rl.rollout_source import _sample_of
 from bloomery.train.rl.scoring import of_environment, reward_entries
 from bloomery.train.rl.tools import RecordedCalls
 from models_for_tests import make_chat_model
+from tool_templates import QWEN_XML_TEMPLATE
 
 TOKENS = ("<tool_call>", "</tool_call>")
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": %s, "b": %s}}\n</tool_call>'
@@ -182,6 +183,23 @@ def test_what_a_turn_adds_is_what_trl_adds(monkeypatch, folder, tokenizer):
     suffix = trainer.GRPOTrainer._get_tool_suffix_ids(fake, results)
     ((start, end),) = text.episode.given
     assert text.ids[start:end] == suffix
+
+
+def test_calls_as_markup_are_called_with_values_of_the_tools_types(monkeypatch, folder, tokenizer):
+    tokenizer.config["chat_template"] = QWEN_XML_TEMPLATE
+    parameter = "<parameter=%s>\n%s\n</parameter>\n"
+    call = f"{parameter % ('a', 1)}{parameter % ('b', 2)}</function>\n</tool_call>"
+    answers = [f"<tool_call>\n<function=add>\n{call}", "It is 3."]
+    (text,), policy = played(monkeypatch, folder, tokenizer, {(0, 0): answers})
+    assert text.episode.calls == 1 and text.episode.failed == 0
+    called, told, _ = text.episode.messages
+    assert called["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1, "b": 2}'}
+    assert told["content"] == "3"
+    ((start, end),) = text.episode.given
+    assert tokenizer.decode(text.ids[start:end]) == (
+        "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert policy.seen[1] == [text.episode.prompt_ids + text.ids[:end]]
 
 
 def test_an_error_goes_back_to_the_model(monkeypatch, folder, tokenizer):

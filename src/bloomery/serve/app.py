@@ -307,7 +307,7 @@ class Server:
         thoughts = model.thoughts
         if thoughts is not None and has_thought(end, thoughts):
             thoughts = None
-        form = AnswerForm(tools, thoughts, is_thinking(end, thoughts))
+        form = AnswerForm(tools, thoughts, is_thinking(end, thoughts), offered)
         schema = schema_of(params)
         rules = None
         if params.callable_tools or schema is not None:

@@ -15,7 +15,8 @@ from bloomery.core.device import sent
 from bloomery.core.errors import UserError
 from bloomery.data.chat.render import ChatFormat, chat_format
 from bloomery.data.chat.thoughts import ThoughtFormat, thought_format
-from bloomery.data.chat.tools import Json, ToolFormat, tool_format
+from bloomery.data.chat.tool_arguments import Json
+from bloomery.data.chat.tools import ToolFormat, tool_format
 from bloomery.data.examples import Message
 from bloomery.data.pictures.encoder import PictureEncoder, VisionSource
 from bloomery.data.pictures.processor import PictureProcessor

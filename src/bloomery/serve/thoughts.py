@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import final
 
 from bloomery.data.chat.thoughts import ThoughtFormat
+from bloomery.data.chat.tool_arguments import Json, held
 from bloomery.data.chat.tools import Delta, ToolFormat, ToolParser
 
 
@@ -39,10 +40,7 @@ class ThoughtParser:
             self.done = True
             return thought, rest
         # White space and the beginning of the markup are held back: they may end the thought.
-        closing = self.form.closing
-        num_held = next(
-            (n for n in range(len(closing) - 1, 0, -1) if self._text.endswith(closing[:n])), 0
-        )
+        num_held = held(self._text, self.form.closing)
         certain = self._text[: len(self._text) - num_held].rstrip()
         self._text = self._text[len(certain) :]
         self._begun = self._begun or bool(certain)
@@ -75,9 +73,15 @@ class AnswerParser:
     """Thought, content and calls of one answer while it is written."""
 
     def __init__(
-        self, tools: ToolFormat | None, thoughts: ThoughtFormat | None, *, inside: bool
+        self,
+        tools: ToolFormat | None,
+        thoughts: ThoughtFormat | None,
+        *,
+        inside: bool,
+        offered: Sequence[Json] = (),
     ) -> None:
-        self._tools = None if tools is None else ToolParser(tools)
+        """`offered`: the tools that a call may name."""
+        self._tools = None if tools is None else ToolParser(tools, offered)
         self._thoughts = None if thoughts is None else ThoughtParser(thoughts, inside=inside)
         self._begun = False  # some of the answer after a thought was returned
 
@@ -114,14 +118,17 @@ class AnswerParser:
 @final
 @dataclass(frozen=True)
 class AnswerForm:
-    """How the text of an answer is read: its calls, its thought, and whether the prompt has begun the thought."""
+    """How the text of an answer is read: its calls, its thought, whether the prompt has begun the thought, and the
+    tools that a call may name.
+    """
 
     tools: ToolFormat | None = None
     thoughts: ThoughtFormat | None = None
     inside: bool = False
+    offered: Sequence[Json] = ()
 
     def parser(self) -> AnswerParser:
-        return AnswerParser(self.tools, self.thoughts, inside=self.inside)
+        return AnswerParser(self.tools, self.thoughts, inside=self.inside, offered=self.offered)
 
 
 def parsed_whole(form: AnswerForm, text: str) -> Sequence[Delta]:

@@ -4,15 +4,20 @@ The grammar lets a model write any text, but once it begins a call, name and arg
 """
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from bloomery.data.chat.tools import Json, ToolFormat
+from bloomery.data.chat.tool_arguments import Json, Parameters, kinds_of, value_text
+from bloomery.data.chat.tools import ToolFormat
 from bloomery.data.tokenizer.tokenizer import Tokenizer
+from bloomery.infer.grammar_trials import unsupported_schema
 
 # Between keys and items models write what json.dumps does; free white space is where small ones never end.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# Text that is free up to a mark obeys no more than these; of a strict tool, others are an error.
+_OF_ANY_TEXT = {"type", "title", "description", "default", "examples", "anyOf"}
 
 
 @final
@@ -41,7 +46,7 @@ def answer_grammar(
         lines.append(f"answer: %json {json.dumps({**rules.schema, 'x-guidance': _SPACING})}")
     if rules.tools:
         assert form is not None
-        lines += _call_rules(rules, form, tokenizer)
+        lines += _call_rules(rules, form, tokenizer, ends)
 
     # Without a schema and an obligation the answer is any text, which may be a thought, too.
     if not rules.required and rules.schema is None:
@@ -53,37 +58,121 @@ def answer_grammar(
     if rules.thought is None:
         return "\n".join([*lines, "start: body"])
     opening, closing = (_marker(mark, tokenizer) for mark in rules.thought)
-    lines.append(_thought_rule(closing, ends))
+    lines.append(_text_up_to("thought", closing, ends))
     begin = "thought space" if rules.inside else f"({opening} thought space)?"
     return "\n".join([*lines, "space: /[ \\n]{0,4}/", f"start: {begin} body"])
 
 
-def _call_rules(rules: AnswerRules, form: ToolFormat, tokenizer: Tokenizer) -> list[str]:
+def _call_rules(
+    rules: AnswerRules, form: ToolFormat, tokenizer: Tokenizer, ends: Sequence[int]
+) -> list[str]:
     opening = _marker(form.opening, tokenizer)
     closing = _marker(form.closing.strip(), tokenizer)
-    lines = []
+    lines = list[str]()
     for number, tool in enumerate(rules.tools):
         function = tool["function"]
         schema = function.get("parameters") or {"additionalProperties": False}
         # OpenAI's functions promise their schema only where they are strict: in others, keywords that the library
         # lacks are left to the model.
-        guidance = _SPACING if function.get("strict") else {**_SPACING, "lenient": True}
-        head = f'{{"name": {json.dumps(function["name"])}, "{form.arguments}": '
-        lines.append(f"arguments_{number}: %json {_object(schema, guidance)}")
-        lines.append(f'call_{number}: {json.dumps(head)} arguments_{number} "}}"')
+        strict = bool(function.get("strict"))
+        guidance = _SPACING if strict else {**_SPACING, "lenient": True}
+        rule = f"arguments_{number}"
+        if form.parameters is None:
+            lines.append(f"{rule}: %json {_object(schema, guidance)}")
+        else:
+            lines += _ParameterRules(
+                form.parameters, schema, guidance, strict, tokenizer, ends
+            ).lines(rule)
+        before, after, end = (_markup(mark, tokenizer) for mark in (*form.name, form.end))
+        lines.append(f"call_{number}: {before} {json.dumps(function['name'])} {after} {rule} {end}")
     lines.append("call: " + " | ".join(f"call_{number}" for number in range(len(rules.tools))))
-    lead = json.dumps(form.before)
+    lead = _markup(form.before, tokenizer)
     space = form.closing.removesuffix(form.closing.strip())
     end = f"{json.dumps(space)} {closing}" if space else closing
+    between = _markup(form.between, tokenizer)
     if not form.opening:
         return [*lines, "calls: call"]
     if form.several:
-        further = ' (", " call)*' if rules.parallel else ""
+        further = f" ({between} call)*" if rules.parallel else ""
         calls = f"{lead} call{further} {end}"
     else:
-        further = f' ("\\n" {opening} {lead} call {end})*' if rules.parallel else ""
+        further = f" ({between} {opening} {lead} call {end})*" if rules.parallel else ""
         calls = f"{lead} call {end}{further}"
     return [*lines, f"calls: {opening} {calls}", f"begun: {calls}"]
+
+
+@final
+@dataclass(frozen=True)
+class _ParameterRules:
+    """The grammar of arguments that are written one by one, in the order of their schema, as in JSON."""
+
+    marks: Parameters
+    schema: Json
+    guidance: Json
+    strict: bool
+    tokenizer: Tokenizer
+    ends: Sequence[int]
+
+    def lines(self, rule: str) -> list[str]:
+        """The rule of all arguments, and those of each. Raises UserError for a schema that is not supported."""
+        properties = self.schema.get("properties", {})
+        required = self.schema.get("required", [])
+        kind = self.schema.get("type", "object")
+        if kind != "object" or not isinstance(properties, dict) or not isinstance(required, list):
+            raise unsupported_schema("arguments are an object of properties, some of them required")
+        begin, middle = (
+            _markup(mark, self.tokenizer) for mark in (self.marks.before, self.marks.between)
+        )
+        lines, order = list[str](), list[str]()
+        for place, (name, schema) in enumerate(properties.items()):
+            lines += self._value(f"{rule}_{place}", f"{begin} {json.dumps(name)} {middle}", schema)
+            order.append(f"{rule}_{place}" + ("" if name in required else "?"))
+        # Others are written where the schema asks for them, or says nothing of its arguments.
+        further = self.schema.get("additionalProperties", not properties)
+        if further is not False:
+            lines += self._value(
+                f"{rule}_other", f"{begin} /[A-Za-z0-9_.-]{{1,64}}/ {middle}", further
+            )
+            order.append(f"{rule}_other*")
+        return [*lines, f"{rule}: " + (" ".join(order) or '""')]
+
+    def _value(self, rule: str, head: str, schema: object) -> list[str]:
+        """A parameter with its marks. A value that may be a string is any text up to the mark."""
+        described = schema if isinstance(schema, dict) else {}
+        after = _markup(self.marks.after, self.tokenizer)
+        allowed = [described["const"]] if "const" in described else described.get("enum")
+        if isinstance(allowed, list):
+            choices = " | ".join(json.dumps(value_text(value)) for value in allowed)
+            return [f"{rule}: {head} ({choices}) {after}"]
+        if "string" not in kinds_of(schema, self.schema):
+            definitions = {
+                key: self.schema[key] for key in ("$defs", "definitions") if key in self.schema
+            }
+            value = json.dumps({**definitions, **described, "x-guidance": self.guidance})
+            return [f"{rule}_json: %json {value}", f"{rule}: {head} {rule}_json {after}"]
+        if self.strict and not _is_plain(described):
+            raise unsupported_schema(
+                "a strict tool's rules of a text, which calls of this chat template write without quotes"
+            )
+        # Where the mark is a token, the white space before it is the model's to write.
+        name = self.marks.after.strip()
+        mark = _marker(name, self.tokenizer)
+        space = ""
+        if mark.startswith("<["):
+            space = json.dumps(self.marks.after.partition(name)[2])
+        else:
+            mark = json.dumps(self.marks.after)
+        text = _text_up_to(f"{rule}_text", mark, self.ends)
+        return [text, f"{rule}: {head} {rule}_text {space}"]
+
+
+def _is_plain(schema: Json) -> bool:
+    """Whether any text obeys a schema of scalars, as far as its type goes."""
+    alternatives = schema.get("anyOf", [])
+    return schema.keys() <= _OF_ANY_TEXT and all(
+        isinstance(each, dict) and each.get("type") not in ("object", "array") and _is_plain(each)
+        for each in alternatives
+    )
 
 
 def _object(schema: Json, guidance: Json) -> str:
@@ -99,12 +188,22 @@ def _free_text(form: ToolFormat, opening: str) -> str:
     return f"start: TEXT | head begun\nhead[lazy]: /(.|\\n)*/ {opening}\nTEXT: /(.|\\n)*/"
 
 
-def _thought_rule(closing: str, ends: Sequence[int]) -> str:
-    """Any text up to the end of the thought."""
+def _text_up_to(rule: str, closing: str, ends: Sequence[int]) -> str:
+    """Any text up to a mark, and the mark."""
     if closing.startswith("<["):
         excluded = ",".join([closing[2:-2], *map(str, ends)])
-        return f"thought: <[^{excluded}]>* {closing}"
-    return f"thought[lazy]: /(.|\\n)*/ {closing}"
+        return f"{rule}: <[^{excluded}]>* {closing}"
+    return f"{rule}[lazy]: /(.|\\n)*/ {closing}"
+
+
+def _markup(text: str, tokenizer: Tokenizer) -> str:
+    """A text in which marks such as `[ARGS]` may be tokens."""
+    pieces = re.split(r"(</?\w+>|<[|｜][^<>]*[|｜]>|\[[A-Z_]+\])", text)
+    parts = [
+        _marker(piece, tokenizer) if place % 2 else json.dumps(piece)
+        for place, piece in enumerate(pieces)
+    ]
+    return " ".join(part for part in parts if part != '""') or '""'
 
 
 def _marker(text: str, tokenizer: Tokenizer) -> str:

@@ -6,16 +6,26 @@ The form is found in what the template renders for a call.
 import json
 import re
 import secrets
-from dataclasses import dataclass
-from typing import Any, Literal, final
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, final
 
 from bloomery.core.errors import UserError
 from bloomery.data.chat.render import RenderTurns
+from bloomery.data.chat.tool_arguments import (
+    Arguments,
+    Json,
+    JsonArguments,
+    MarkedArguments,
+    Parameters,
+    held,
+    loose,
+)
 from bloomery.data.examples import Message
 
-Json = dict[str, Any]
 MARKER = "probe_tool"
-_CALL = {"name": MARKER, "arguments": {"probe_argument": "probe_value"}}
+_ARGUMENTS: Json = {"probe_argument": "probe_value"}
+_CALL = {"name": MARKER, "arguments": _ARGUMENTS}
 _PROBE = (
     Message("user", "a"),
     Message("assistant", "", calls=({"id": "a1b2c3d4e", "type": "function", "function": _CALL},)),
@@ -28,32 +38,82 @@ _TOOL: Json = {
         "parameters": {"type": "object", "properties": {"probe_argument": {"type": "string"}}},
     },
 }
-_ARGUMENTS = re.escape(json.dumps(_CALL["arguments"]))
-_HERMES = re.compile(
-    rf'<tool_call>\n\{{"name": "{MARKER}", "arguments": {_ARGUMENTS}\}}\n</tool_call>'
-)
-_MISTRAL = re.compile(rf'\[TOOL_CALLS\]( ?)\[\{{"name": "{MARKER}", "arguments": {_ARGUMENTS}')
-_LLAMA = re.compile(rf'\{{"name": "{MARKER}", "parameters": {_ARGUMENTS}\}}')
 
 
 @final
 @dataclass(frozen=True)
 class ToolFormat:
-    """How calls are written: `opening`, calls like `{"name": ..., ARGUMENTS: {...}}` after `before`, and `closing`.
+    """How calls are written: `opening`, `before` and a call, which is a name within `name`, its arguments and `end`;
+    then `closing`.
 
-    `several`: one opening may hold several calls, in a list. Without an opening the whole answer is one call.
+    Arguments are a JSON object, or `parameters`. `several`: one opening may hold several calls, in a list. `between`:
+    what stands between two calls. Without an opening the whole answer is one call. `nine_letters`: of an id, for
+    templates that refuse others.
     """
 
     opening: str
     before: str
-    arguments: Literal["arguments", "parameters"]
+    name: tuple[str, str]
+    end: str
     closing: str
+    parameters: Parameters | None = None
     several: bool = False
+    between: str = "\n"
+    nine_letters: bool = False
 
-    @property
-    def id_length(self) -> int:
-        """Mistral's templates refuse ids of another length."""
-        return 9 if self.several else 24
+    def written(self, name: str, arguments: Json, *, whole: bool = True) -> str:
+        """A call as the template writes it. `whole`: with what closes it."""
+        text = self.opening + self.before + name.join(self.name)
+        text += (
+            json.dumps(arguments, ensure_ascii=False)
+            if self.parameters is None
+            else self.parameters.written(arguments)
+        )
+        return text + self.end + self.closing if whole else text
+
+    def id_of(self, letters: str) -> str:
+        """An id of a call, of letters and digits that name it."""
+        return letters[-9:].rjust(9, "0") if self.nine_letters else f"call_{letters}"
+
+    def arguments(self, schema: Json | None) -> Arguments:
+        """What reads the arguments of one call."""
+        if self.parameters is None:
+            return JsonArguments()
+        ends = tuple(mark for mark in (self.end.strip(), self.closing.strip()) if mark)
+        return MarkedArguments(self.parameters, ends, schema)
+
+
+def _json_call(arguments: str) -> tuple[str, str]:
+    return '{"name": "', f'", "{arguments}": '
+
+
+_HERMES = ToolFormat("<tool_call>", "\n", _json_call("arguments"), "}", "\n</tool_call>")
+_MISTRAL = ToolFormat(
+    "[TOOL_CALLS]",
+    " [",
+    _json_call("arguments"),
+    "}",
+    "]",
+    several=True,
+    between=", ",
+    nine_letters=True,
+)
+# The first whose call a template writes. What a model is of says which ones write it.
+FORMS = {
+    "Hermes and Qwen up to 3 and Granite 4": (_HERMES,),
+    "Qwen 3.5 and Qwen3-Coder": (
+        ToolFormat(
+            "<tool_call>",
+            "\n",
+            ("<function=", ">\n"),
+            "</function>",
+            "\n</tool_call>",
+            Parameters("<parameter=", ">\n", "\n</parameter>\n"),
+        ),
+    ),
+    "Mistral": (_MISTRAL, replace(_MISTRAL, before="[")),
+    "Llama 3.1": (ToolFormat("", "", _json_call("parameters"), "}", ""),),
+}
 
 
 def tool_format(render: RenderTurns) -> ToolFormat:
@@ -68,15 +128,14 @@ def tool_format(render: RenderTurns) -> ToolFormat:
         problem = "the chat template takes no tools"
         fix = "choose a model whose template does, or the template qwen"
         raise UserError(problem, where="the chat template", fix=fix)
-    if _HERMES.search(text):
-        return ToolFormat("<tool_call>", "\n", "arguments", "\n</tool_call>")
-    if match := _MISTRAL.search(text):
-        return ToolFormat("[TOOL_CALLS]", f"{match[1]}[", "arguments", "]", several=True)
-    if _LLAMA.search(text):
-        return ToolFormat("", "", "parameters", "")
+    for forms in FORMS.values():
+        for form in forms:
+            # An id may follow the arguments in a list.
+            if form.written(MARKER, _ARGUMENTS, whole=not form.several) in text:
+                return form
     raise UserError(
-        "the chat template writes tool calls in a form that is not supported; supported are those of Hermes and Qwen, "
-        "Llama 3.1 and Mistral",
+        "the chat template writes tool calls in a form that is not supported; supported are those of "
+        + "; ".join(FORMS),
         where="the chat template",
         fix="choose the template qwen, or leave out tools",
     )
@@ -98,22 +157,23 @@ class Delta:
 
 @final
 class ToolParser:
-    """Reads the calls in an answer while it is written."""
+    """Reads the calls in an answer while it is written. `tools`: whose schemas tell strings from other values."""
 
-    def __init__(self, form: ToolFormat) -> None:
+    def __init__(self, form: ToolFormat, tools: Sequence[Json] = ()) -> None:
         self.form = form
         self.calls = 0
+        self._schemas = {
+            tool["function"]["name"]: tool["function"].get("parameters") for tool in tools
+        }
         self._text = ""
         self._inside = False
         self._state: Literal["content", "head", "arguments", "tail"] = (
             "content" if form.opening else "head"
         )
-        self._depth = 0
-        self._quoted = False
-        self._escaped = False
-        self._head = re.compile(
-            rf'[\s\[,]*\{{\s*"name":\s*"([^"]*)",\s*"{form.arguments}":\s*(?=\{{)'
-        )
+        self._arguments: Arguments = JsonArguments()
+        before, after = map(loose, form.name)
+        begins = "{" if form.parameters is None else "<"
+        self._head = re.compile(rf'[\s\[,]*{before}([^"<>\n]*?){after}\s*(?={begins})')
 
     def push(self, piece: str) -> list[Delta]:
         """What is certain so far."""
@@ -131,7 +191,7 @@ class ToolParser:
         if self._state == "tail" or not text or (self.calls and not text.strip()):
             return []
         if self._state == "arguments":
-            return [Delta(call=self.calls - 1, arguments=text)]
+            return [Delta(call=self.calls - 1, arguments=self._arguments.ends_with(text))]
         return [Delta(content=(self.form.opening if self._inside else "") + text)]
 
     def _next(self) -> Delta | None:
@@ -153,10 +213,7 @@ class ToolParser:
             self._inside = True
             return Delta(content="" if self.calls and not content.strip() else content)
         # The beginning of an opening is held back, and white space that may stand before one.
-        opening = self.form.opening
-        num_held = next(
-            (n for n in range(len(opening) - 1, 0, -1) if self._text.endswith(opening[:n])), 0
-        )
+        num_held = held(self._text, self.form.opening)
         certain = self._text[: len(self._text) - num_held].rstrip()
         self._text = self._text[len(certain) :]
         return Delta(content=certain) if certain else None
@@ -167,10 +224,9 @@ class ToolParser:
             self._text = self._text[match.end() :]
             self._state = "arguments"
             self.calls += 1
-            name = secrets.token_hex(16)[: self.form.id_length]
-            return Delta(
-                call=self.calls - 1, name=match[1], id=name if self.form.several else f"call_{name}"
-            )
+            self._arguments = self.form.arguments(self._schemas.get(match[1]))
+            id_ = self.form.id_of(secrets.token_hex(12))
+            return Delta(call=self.calls - 1, name=match[1], id=id_)
         beginning = self._text.lstrip(" \n[,")
         if not self.form.opening and beginning and not beginning.startswith("{"):
             # An answer that is no call.
@@ -180,27 +236,13 @@ class ToolParser:
         return None
 
     def _continue(self) -> Delta | None:
-        """Up to the brace that closes the arguments."""
-        for index, letter in enumerate(self._text):
-            if self._escaped:
-                self._escaped = False
-            elif self._quoted:
-                self._escaped = letter == "\\"
-                self._quoted = letter != '"'
-            elif letter == '"':
-                self._quoted = True
-            elif letter in "{[":
-                self._depth += 1
-            elif letter in "}]":
-                self._depth -= 1
-                if self._depth == 0:
-                    piece = self._text[: index + 1]
-                    self._text = self._text[index + 1 :]
-                    self._state = "tail"
-                    return Delta(call=self.calls - 1, arguments=piece)
-        piece = self._text
-        self._text = ""
-        return Delta(call=self.calls - 1, arguments=piece) if piece else None
+        """Up to the end of the arguments."""
+        piece, self._text, has_ended = self._arguments.read(self._text)
+        if has_ended:
+            self._state = "tail"
+        if piece:
+            return Delta(call=self.calls - 1, arguments=piece)
+        return Delta() if has_ended else None
 
     def _end(self) -> Delta | None:
         if not self.form.opening:
@@ -231,9 +273,11 @@ class ToolCall:
     id: str
 
 
-def calls_in(answer: str, form: ToolFormat) -> tuple[str, list[ToolCall]]:
+def calls_in(
+    answer: str, form: ToolFormat, tools: Sequence[Json] = ()
+) -> tuple[str, list[ToolCall]]:
     """The text of a whole answer beside its calls, and these. The ids are the places of the calls."""
-    parser = ToolParser(form)
+    parser = ToolParser(form, tools)
     content = ""
     names = list[str]()
     arguments = list[str]()
@@ -245,6 +289,6 @@ def calls_in(answer: str, form: ToolFormat) -> tuple[str, list[ToolCall]]:
         elif delta.call is not None:
             arguments[delta.call] += delta.arguments
     return content.strip(), [
-        ToolCall(name, written, f"{place:0{form.id_length}d}" if form.several else f"call_{place}")
+        ToolCall(name, written, form.id_of(str(place)))
         for place, (name, written) in enumerate(zip(names, arguments, strict=True))
     ]

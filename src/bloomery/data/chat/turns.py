@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any, final
 
 from bloomery.data.chat.render import Renderer
-from bloomery.data.chat.tools import Json, ToolCall, calls_in, tool_format
+from bloomery.data.chat.tool_arguments import Json
+from bloomery.data.chat.tools import ToolCall, calls_in, tool_format
 from bloomery.data.examples import Message
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 
@@ -33,7 +34,7 @@ class Turns:
     def read(self, ids: Sequence[int]) -> tuple[str, list[ToolCall]]:
         """The text of an answer beside its calls, and these. `ids`: without the one that ended it."""
         text = self._tokenizer.decode(list(ids))
-        return (text, []) if self._form is None else calls_in(text, self._form)
+        return (text, []) if self._form is None else calls_in(text, self._form, self._tools)
 
     def ends_turn(self, token: int) -> bool:
         """Whether the template ends an answer that calls a tool with this token."""

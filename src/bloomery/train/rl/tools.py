@@ -14,7 +14,8 @@ from typing import Any, final
 
 from bloomery.core.child import Child
 from bloomery.core.errors import UserError
-from bloomery.data.chat.tools import Json, ToolCall
+from bloomery.data.chat.tool_arguments import Json
+from bloomery.data.chat.tools import ToolCall
 from bloomery.plan.types import EpisodesPlan
 from bloomery.train.failures import Stopped
 from bloomery.train.rl.rewards import POLL_SECONDS, START_SECONDS

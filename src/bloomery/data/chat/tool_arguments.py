@@ -1,0 +1,228 @@
+"""The arguments of a call as a model writes them: a JSON object, or parameters one by one, as markup.
+
+Both are read while they are written, and become the text of a JSON object, as OpenAI's clients expect it.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, final
+
+Json = dict[str, Any]
+KINDS = frozenset({"string", "integer", "number", "boolean", "null", "object", "array"})
+_PYTHON = {
+    "True": "true",
+    "False": "false",
+    "None": "null",
+}  # templates with `| string` write these
+
+
+@final
+@dataclass(frozen=True)
+class Parameters:
+    """Each argument as `before`, its name, `between`, its value and `after`: strings as they are, others as JSON."""
+
+    before: str
+    between: str
+    after: str
+
+    def written(self, arguments: Json) -> str:
+        return "".join(
+            f"{self.before}{name}{self.between}{value_text(value)}{self.after}"
+            for name, value in arguments.items()
+        )
+
+
+def value_text(value: object) -> str:
+    """A value as templates write it."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def kinds_of(schema: object, root: Json) -> frozenset[str]:
+    """JSON's types that a schema allows; all of them where it does not say. `root` has its definitions."""
+    return _kinds(schema, root, 8)
+
+
+def _kinds(schema: object, root: Json, depth: int) -> frozenset[str]:
+    if not isinstance(schema, Mapping) or not depth:
+        return KINDS
+    kinds = KINDS
+    if isinstance(schema.get("type"), str | list):
+        named = schema["type"]
+        kinds = frozenset([named] if isinstance(named, str) else map(str, named))
+    allowed = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(allowed, list):
+        kinds &= frozenset(map(_kind, allowed))
+    for key in ("anyOf", "oneOf"):
+        if isinstance(schema.get(key), list):
+            kinds &= frozenset[str]().union(
+                *(_kinds(each, root, depth - 1) for each in schema[key])
+            )
+    if isinstance(schema.get("allOf"), list):
+        for each in schema["allOf"]:
+            kinds &= _kinds(each, root, depth - 1)
+    if isinstance(schema.get("$ref"), str):
+        found: object = root if schema["$ref"].startswith("#/") else None
+        for name in schema["$ref"].split("/")[1:]:
+            found = found.get(name) if isinstance(found, Mapping) else None
+        kinds &= _kinds(found, root, depth - 1)
+    return kinds
+
+
+def _kind(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "boolean"
+    if isinstance(value, int | float):
+        # 2.0 is an integer for JSON Schema, too.
+        return "integer" if value == int(value) else "number"
+    if isinstance(value, str):
+        return "string"
+    return "array" if isinstance(value, list) else "object"
+
+
+def value_of(text: str, kinds: frozenset[str]) -> str:
+    """A value as JSON. A string is written as it is, so quotes belong to it; a text that is no JSON is a string."""
+    try:
+        value = json.loads(_PYTHON.get(text.strip(), text))
+        kind = _kind(value)
+    except (ValueError, OverflowError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    is_allowed = kind in kinds or (kind == "integer" and "number" in kinds)
+    if kind == "string" or (not is_allowed and "string" in kinds):
+        return json.dumps(text, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False)
+
+
+class Arguments(Protocol):
+    """Reads the arguments of one call."""
+
+    def read(self, text: str) -> tuple[str, str, bool]:
+        """JSON that is certain, the text that is left, and whether the arguments have ended."""
+
+    def ends_with(self, text: str) -> str:
+        """JSON at the end of an answer whose arguments have not ended."""
+
+
+@final
+class JsonArguments:
+    """A JSON object, which a brace ends."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._quoted = False
+        self._escaped = False
+
+    def read(self, text: str) -> tuple[str, str, bool]:
+        for index, letter in enumerate(text):
+            if self._escaped:
+                self._escaped = False
+            elif self._quoted:
+                self._escaped = letter == "\\"
+                self._quoted = letter != '"'
+            elif letter == '"':
+                self._quoted = True
+            elif letter in "{[":
+                self._depth += 1
+            elif letter in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    return text[: index + 1], text[index + 1 :], True
+        return text, "", False
+
+    def ends_with(self, text: str) -> str:
+        return text
+
+
+@final
+class MarkedArguments:
+    """Parameters one by one, up to one of `ends`. `schema`: of the arguments; a tool without one takes any.
+
+    Text between parameters stays where it is, and the arguments are then no JSON.
+    """
+
+    def __init__(self, marks: Parameters, ends: tuple[str, ...], schema: Json | None) -> None:
+        self._ends = ends
+        self._schema: Json = schema or {}
+        self._mark = marks.before
+        line = marks.between.endswith("\n")
+        # One line break may stand before a value; more of them are the value's.
+        self._name = re.compile(
+            f"{re.escape(marks.before)}([^<>\n]*?){loose(marks.between)}"
+            + (r"[ \t]*(?:\n|(?=[^ \t\n]))" if line else "")
+        )
+        self._after = marks.after.strip()
+        self._line = "\n" if marks.after.startswith("\n") else ""
+        self._written = 0  # parameters so far
+        self._kinds: frozenset[str] | None = None  # of the value that is read
+        self._begun = False
+
+    def read(self, text: str) -> tuple[str, str, bool]:
+        found = ""
+        while True:
+            if self._kinds is None:
+                piece, text, state = self._between(text)
+            else:
+                piece, text, state = self._value(text, self._kinds)
+            found += piece
+            if state is not None:
+                return found, text, state
+
+    def ends_with(self, text: str) -> str:
+        return json.dumps(text, ensure_ascii=False)[1:-1] if self._kinds is not None else text
+
+    def _between(self, text: str) -> tuple[str, str, bool | None]:
+        """As `read`; None: go on."""
+        rest = text.lstrip()
+        opening = "" if self._written else "{"
+        for place, end in enumerate(self._ends):
+            if rest.startswith(end):
+                # The first is the call's own; the next ones stand after it, where a model left it out.
+                return opening + "}", rest[len(end) :] if place == 0 else rest, True
+        if match := self._name.match(rest):
+            properties = self._schema.get("properties")
+            known = properties.get(match[1]) if isinstance(properties, Mapping) else None
+            self._kinds = kinds_of(known, self._schema)
+            self._begun = False
+            head = f"{opening or ', '}{json.dumps(match[1], ensure_ascii=False)}: "
+            self._written += 1
+            return head, rest[match.end() :], None
+        if rest.startswith(self._mark) or any(
+            mark.startswith(rest) for mark in (self._mark, *self._ends)
+        ):
+            return "", rest, False
+        # Neither a parameter nor the end of the call.
+        self._written += 1
+        return opening + rest[0], rest[1:], None
+
+    def _value(self, text: str, kinds: frozenset[str]) -> tuple[str, str, bool | None]:
+        end = text.find(self._after)
+        if end >= 0:
+            value = text[:end].removesuffix(self._line)
+            self._kinds = None
+            rest = text[end + len(self._after) :]
+            if kinds != {"string"}:
+                return value_of(value, kinds), rest, None
+            quote = "" if self._begun else '"'
+            return f'{quote}{json.dumps(value, ensure_ascii=False)[1:-1]}"', rest, None
+        if kinds != {"string"}:
+            return "", text, False
+        num_held = max(held(text, self._after), held(text, self._line + self._after))
+        certain = text[: len(text) - num_held]
+        quote = "" if self._begun else '"'
+        self._begun = True
+        return (
+            quote + json.dumps(certain, ensure_ascii=False)[1:-1],
+            text[len(certain) :],
+            False,
+        )
+
+
+def held(text: str, mark: str) -> int:
+    """How many characters at the end of a text may begin the mark."""
+    return next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)
+
+
+def loose(text: str) -> str:
+    """An expression of markup, with any white space where it may have some."""
+    return r"\s*".join(map(re.escape, re.findall(r"[{}]|[^\s{}]+", text)))
