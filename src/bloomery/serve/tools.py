@@ -141,6 +141,8 @@ class _ParameterRules:
         described = schema if isinstance(schema, dict) else {}
         after = _markup(self.marks.after, self.tokenizer)
         allowed = [described["const"]] if "const" in described else described.get("enum")
+        if allowed == []:
+            raise unsupported_schema("an enum without values")
         if isinstance(allowed, list):
             choices = " | ".join(json.dumps(value_text(value)) for value in allowed)
             return [f"{rule}: {head} ({choices}) {after}"]
