@@ -14,6 +14,7 @@ from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.infer.completions import Completion
 from bloomery.infer.sampling import Sampling
 from bloomery.train.rl import episodes as episodes_module
+from bloomery.train.rl.advantages import CompletionAdvantages
 from bloomery.train.rl.episodes import EpisodeSampler
 from bloomery.train.rl.rollout import Rollout, RolloutSample, pack
 from bloomery.train.rl.rollout_source import _sample_of
@@ -336,3 +337,16 @@ def test_given_tokens_have_no_loss_in_micro_batches_and_checkpoints():
     completion = Completion(0, 0, [4, 5], [-1.0, 0.0])
     prompt = Prompt(np.array([1, 2]), "", None, {})
     assert _sample_of(completion, prompt, prompt_number=0).given == ()
+
+
+def test_the_divergence_of_an_episode_is_a_mean_over_its_sampled_tokens():
+    class Scores:
+        """Given tokens have no loss, and so a log-probability of 0."""
+
+        def logps(self, samples, shape, *, of_reference=False):
+            return [[-2.0 if of_reference else -1.0, 0.0, 0.0, 0.0, -1.0] for _ in samples]
+
+    sample = RolloutSample((1,), (4, 5, 6, 7, 8), (0.0,) * 5, given=((1, 4),))
+    judge = CompletionAdvantages(Scores(), "leave_one_out", 2, reward_beta=0.1).judge
+    judged = judge([sample] * 2, [1.0, 0.0], [False] * 2, num_steps=1, shape=None)
+    assert judged.metrics["kl"] == pytest.approx(1.0 / 2)

@@ -83,7 +83,7 @@ class CompletionAdvantages:
                 for logps, reference in zip(old_logps, reference_logps, strict=True)
             ]
             penalties = [self.reward_beta * divergence for divergence in divergences]
-            num_tokens = sum(len(sample.completion_ids) for sample in samples if sample.has_loss)
+            num_tokens = sum(sample.num_sampled for sample in samples if sample.has_loss)
             metrics["kl"] = sum(divergences) / max(1, num_tokens)
 
         advantages = self._compared(

@@ -50,6 +50,11 @@ class RolloutSample:
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
 
+    @property
+    def num_sampled(self) -> int:
+        """Tokens of the completion that were not given."""
+        return len(self.completion_ids) - sum(end - start for start, end in self.given)
+
     def extras(self) -> dict[str, float | tuple[float, ...]]:
         """What a loss needs of the completion, by its name in `Batch.extras`: of all tokens alike, or of each."""
         extras: dict[str, float | tuple[float, ...]] = {

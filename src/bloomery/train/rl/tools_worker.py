@@ -36,6 +36,8 @@ from bloomery.train.rl.tool_functions import Json, called, failure, methods_of, 
 NO_NETWORK = "BLOOMERY_TOOLS_WITHOUT_NETWORK"  # in the environment of this process, which asks before it has threads
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 MOST_BYTES = 2**20  # of a message of an episode, which its code may write
+ENDED = "the tool ended its process, or used too much memory"
+GARBLED = "the tool wrote into the connection of its process"
 
 
 def main() -> None:
@@ -50,7 +52,9 @@ def main() -> None:
         reply(job, {"error": error.problem, "fix": error.fix})
         return
     reply(job, {"schemas": toolbox.schemas, "has_reward": toolbox.has_reward, "network": problem})
-    episodes = Episodes(toolbox, memory=job["memory"], seconds=job["seconds"])
+    episodes = Episodes(
+        toolbox, memory=job["memory"], seconds=job["seconds"], connection=job["socket"]
+    )
     for request in requests(job):
         reply(job, {"answers": episodes.answers(request)})
 
@@ -103,7 +107,8 @@ class Toolbox:
 class Episode:
     """A copy of this process with an environment of its own. `problem`: why it is over before its time."""
 
-    def __init__(self, toolbox: Toolbox, memory: int) -> None:
+    def __init__(self, toolbox: Toolbox, memory: int, others: Sequence[int]) -> None:
+        """`others`: the connections of this process, which are none of the episode's."""
         ours, theirs = socket.socketpair()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -111,14 +116,22 @@ class Episode:
         self.process = os.fork()
         if self.process == 0:
             ours.close()
+            # A tool that writes into every socket it finds reaches neither the run nor other episodes.
+            for descriptor in others:
+                os.close(descriptor)
             _play(toolbox, theirs, memory, worker)
         theirs.close()
         ours.setblocking(False)
         self.socket = ours
         self.problem: str | None = None
         self.received = bytearray()
+        self.asked: Json = {}
+        self.num_asked = 0
 
     def send(self, message: Json) -> None:
+        self.num_asked += 1
+        self.asked = message
+        message = {"number": self.num_asked, **message}
         # Its process may be gone, or read nothing: then no answer comes.
         with suppress(OSError):
             self.socket.settimeout(1.0)
@@ -126,24 +139,43 @@ class Episode:
         self.socket.setblocking(False)
 
     def answer(self) -> Any:
-        """What it has answered, None where more bytes must come; EOFError once it has ended."""
+        """What it has answered, None where more bytes must come.
+
+        Raises EOFError with the reason once it has ended, and where its code wrote something else into the connection.
+        """
         try:
             piece = self.socket.recv(MOST_BYTES)
         except BlockingIOError:
             return None
         except OSError as error:
-            raise EOFError from error
-        if not piece or len(self.received) > MOST_BYTES:
-            raise EOFError
+            raise EOFError(ENDED) from error
+        if not piece:
+            raise EOFError(ENDED)
+        if len(self.received) > MOST_BYTES:
+            raise EOFError(GARBLED)
         self.received += piece
         if not self.received.endswith(b"\n"):
             return None
         line = bytes(self.received)
         self.received.clear()
         try:
-            return json.loads(line)
-        except ValueError as error:  # the user's code wrote it
-            raise EOFError from error
+            number, answer = json.loads(line)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise EOFError(GARBLED) from error
+        if number != self.num_asked or not self._is_answer(answer):
+            raise EOFError(GARBLED)
+        return answer
+
+    def _is_answer(self, answer: Any) -> bool:
+        """Whether it has the form that belongs to what was asked."""
+        if "call" not in self.asked:
+            return isinstance(answer, dict)
+        return (
+            isinstance(answer, list)
+            and len(answer) == 2
+            and isinstance(answer[0], str)
+            and isinstance(answer[1], bool)
+        )
 
     def close(self) -> None:
         kill_group(self.process)
@@ -180,7 +212,8 @@ def _play(toolbox: Toolbox, connection: socket.socket, memory: int, worker: int)
                     answer = list(called(tools, *message["call"]))
                 else:
                     answer = _reward_of(environment)
-                connection.sendall(json.dumps(answer).encode() + b"\n")
+                line_of_answer = json.dumps([message["number"], answer])
+                connection.sendall(line_of_answer.encode() + b"\n")
         code = 0
     except BaseException as error:  # a fork has no caller that an exception may reach
         print(error_text(error), file=sys.stderr, flush=True)
@@ -217,6 +250,8 @@ def _reset(environment: Any, row: Json, seed: int) -> Json:
 def _reward_of(environment: Any) -> Json:
     try:
         reward = environment.get_reward()
+        if reward is None or isinstance(reward, str):
+            return {"error": f"its get_reward returned {reward!r:.100}, no number"}
         number = float(reward.item() if hasattr(reward, "item") else reward)
     except Exception as error:
         return {"error": f"its get_reward failed: {error_text(error)}"}
@@ -227,12 +262,13 @@ def _reward_of(environment: Any) -> Json:
 
 @final
 class Episodes:
-    """The episodes that run. `seconds`: for one call of one of them."""
+    """The episodes that run. `seconds`: for one call of one of them. `connection`: the descriptor of the run's."""
 
-    def __init__(self, toolbox: Toolbox, *, memory: int, seconds: float) -> None:
+    def __init__(self, toolbox: Toolbox, *, memory: int, seconds: float, connection: int) -> None:
         self._toolbox = toolbox
         self._memory = memory
         self._seconds = seconds
+        self._connection = connection
         self._running: dict[int, Episode] = {}
 
     def answers(self, request: Mapping[str, Any]) -> list[Any]:
@@ -244,7 +280,7 @@ class Episodes:
         if "reset" in request:
             self._close([number for number, _, _ in request["reset"]])
             for number, _, _ in request["reset"]:
-                self._running[number] = Episode(self._toolbox, self._memory)
+                self._running[number] = self._begun()
             asked = {number: [{"seed": seed, "row": row}] for number, seed, row in request["reset"]}
             return [answers[0] for answers in self._asked(asked).values()]
         if "rewards" in request:
@@ -283,7 +319,7 @@ class Episodes:
             episode.close()
             answers[number].append({"error": problem})
             if self._toolbox.environment is None:  # functions have no state that is lost
-                self._running[number] = Episode(self._toolbox, self._memory)
+                self._running[number] = self._begun()
             else:
                 episode.problem = f"the environment is gone: {problem}"
             go_on(number)
@@ -301,8 +337,8 @@ class Episodes:
                 number = numbers[descriptor]
                 try:
                     answer = self._running[number].answer()
-                except EOFError:
-                    give_up(number, "the tool ended its process, or used too much memory")
+                except EOFError as error:
+                    give_up(number, str(error))
                     continue
                 if answer is not None:
                     answers[number].append(answer)
@@ -311,6 +347,12 @@ class Episodes:
             for number in [number for number, deadline in deadlines.items() if deadline <= now]:
                 give_up(number, f"it took longer than {self._seconds:g} s")
         return answers
+
+    def _begun(self) -> Episode:
+        others = [episode.socket.fileno() for episode in self._running.values()]
+        # Those of episodes that are over are closed, which have no number any more.
+        connections = [self._connection, *(number for number in others if number >= 0)]
+        return Episode(self._toolbox, self._memory, connections)
 
     def _close(self, numbers: Iterable[int]) -> None:
         for number in numbers:

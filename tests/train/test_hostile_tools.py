@@ -1,0 +1,119 @@
+"""Tools that write where they should not, and environments whose rewards are no numbers."""
+
+import json
+from pathlib import Path
+
+import pytest
+from test_tool_functions import call, plan
+
+from bloomery.core.errors import UserError
+from bloomery.train.rl.tools import Tools
+
+FILE = '''
+import os, stat, time
+
+
+def sockets():
+    """All that this process has open."""
+    found = []
+    for descriptor in range(3, 200):
+        try:
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                found.append(descriptor)
+        except OSError:
+            pass
+    return found
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+def answer_first(text: str):
+    """Write an answer into every socket, as if it were the worker's."""
+    for descriptor in sockets():
+        os.write(descriptor, text.encode() + b"\\n")
+    time.sleep(0.1)
+    return "done"
+
+
+def flood():
+    """Write into every socket without end."""
+    while True:
+        for descriptor in sockets():
+            os.write(descriptor, b"z" * 65536)
+
+
+def close_all():
+    """Close every descriptor."""
+    os.closerange(0, 1000)
+
+
+class Rewarded:
+    def reset(self, kind, **row):
+        self.kind = kind
+
+    def step(self, by: int) -> int:
+        """Step."""
+        return by
+
+    def get_reward(self):
+        return {"none": None, "text": "1.0", "nan": float("nan"), "list": [1.0], "one": True}[self.kind]
+'''
+WROTE = "the tool wrote into the connection of its process"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "hostile.py"
+    path.write_text(FILE)
+    return path
+
+
+FORGED = ['["forged", false]', "7", "[1, 7]", '[2, ["forged", false]]', "[" * 100_000, '[2, "ab"]']
+
+
+def test_a_tool_that_writes_into_sockets_harms_its_own_episode_alone(file):
+    with Tools(plan(file, "add", "answer_first", "flood", "close_all")) as tools:
+        episodes = range(len(FORGED) + 3)
+        tools.reset({number: (number, {}) for number in episodes})
+        more = call("add", '{"a": 1, "b": 2}')
+        calls = {
+            number: [call("answer_first", json.dumps({"text": text})), more]
+            for number, text in enumerate(FORGED)
+        }
+        calls[episodes[-3]] = [call("flood"), more]
+        calls[episodes[-2]] = [call("close_all"), more]
+        calls[episodes[-1]] = [more, more]
+        results = tools.call(calls)
+        told = {number: [result.text for result in of] for number, of in results.items()}
+        assert told.pop(episodes[-1]) == ["3", "3"]
+        assert "ended its process" in told.pop(episodes[-2])[0]
+        for number, (first, then) in told.items():
+            # A forged answer with the right number is what the tool's own code could return.
+            expected = "forged" if number == 3 else WROTE
+            assert expected in first, number
+            assert then == "3" or WROTE in then, number
+        # And nothing is left in any connection.
+        again = tools.call({number: [more] for number in episodes})
+        assert {result.text for of in again.values() for result in of} <= {"3"}
+
+
+NO_REWARDS = {
+    "none": "get_reward returned None, no number",
+    "text": "get_reward returned '1.0', no number",
+    "nan": "get_reward returned nan, no finite number",
+    "list": "get_reward failed: TypeError",
+}
+
+
+@pytest.mark.parametrize("kind", [*NO_REWARDS, "one"])
+def test_a_reward_is_a_number(file, kind):
+    with Tools(plan(file, environment="Rewarded")) as tools:
+        tools.reset({0: (0, {"kind": kind})})
+        if kind == "one":
+            assert tools.rewards([0]) == [1.0]
+            return
+        with pytest.raises(UserError, match=NO_REWARDS[kind]):
+            tools.rewards([0])
