@@ -16,6 +16,7 @@ PACKAGES = {
     "": "what `import bloomery` offers",
     "studio": "a page in the browser that shows runs and starts commands",
     "serve": "an OpenAI-compatible server",
+    "sweep": "runs of one recipe with different settings, and their ranking",
     "evals": "models judged: held-out text, tasks, rewards",
     "runs": "a run as a folder, from its start to its end",
     "launch": "the processes of a run: ranks, their messages, job scripts",

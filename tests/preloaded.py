@@ -39,6 +39,7 @@ TALKING = (
     "bloomery.check.attention_probes",
     "bloomery.hardware.probe_worker",
     "bloomery.data.prepare.workers",
+    "bloomery.sweep.scoring_worker",
 )
 CHILDREN = (
     "bloomery.launch.worker",

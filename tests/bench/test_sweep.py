@@ -6,10 +6,10 @@ from bloomery.bench.measuring import (
     MOST_POINTS,
     other_attention,
     points,
-    split_outside_brackets,
     usual_points,
 )
 from bloomery.core.errors import UserError
+from bloomery.recipe.axes import split_outside_brackets
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,10 @@ FLAGS = {
         "--recover",
         "--no-check",
     },
+    "sweep": {
+        *("--search", "--runs", "--seed", "--budget", "--run-dir", "-d", "--devices"),
+        *("--dry-run", "--json"),
+    },
     "resume": {"--from", "--recover", "--no-check", "--trust-code", "-d", "--devices"},
     "stop": set(),
     "save": {"--profile"},

@@ -30,6 +30,7 @@ from bloomery.plan.estimate.measured import compile_gain
 from bloomery.plan.resolve import child_environment, local_plan
 from bloomery.plan.types import Estimate, MemoryEstimate, RunPlan
 from bloomery.plan.unsupported import refuse_several_devices
+from bloomery.recipe.axes import axes_of
 from bloomery.recipe.load import load_recipe
 
 CHILD = "bloomery.bench.child"
@@ -334,47 +335,18 @@ def points(sweeps: Sequence[str]) -> list[tuple[str, ...]]:
     Commas inside brackets and quotes belong to a value.
     """
     # Every sweep is an axis: one key with its values.
-    axes: dict[str, list[str]] = {}
-    for sweep in sweeps:
-        key, equals, text = sweep.partition("=")
-        values = [value for value in split_outside_brackets(text) if value]
-        if not equals or "." not in key or not values:
-            fix = "write --sweep train.micro_batch_size=8,16,32"
-            raise UserError(f"not a sweep: {sweep}", where="--sweep", fix=fix, code=2)
-        if key in axes:
-            fix = f"put all values into one: --sweep {key}=a,b,c"
-            raise UserError(f"--sweep has this key twice: {key}", where="--sweep", fix=fix, code=2)
-        axes[key] = [f"{key}={value}" for value in values]
+    example = "--sweep train.micro_batch_size=8,16,32"
+    axes = axes_of(sweeps, where="--sweep", example=example)
+    settings = [[f"{key}={value}" for value in values] for key, values in axes.items()]
 
     # Every combination is a measurement, and their number grows with each axis.
-    combinations = list(itertools.product(*axes.values()))
+    combinations = list(itertools.product(*settings))
     if len(combinations) > MOST_POINTS:
         problem = f"too many combinations to measure: {len(combinations)}"
         raise UserError(
             problem, where="--sweep", fix=f"use at most {MOST_POINTS} combinations", code=2
         )
     return combinations
-
-
-def split_outside_brackets(text: str) -> list[str]:
-    """The parts of `text` between the commas that stand outside brackets and quotes."""
-    parts = [""]
-    depth = 0
-    quote = ""
-    for letter in text:
-        if quote:
-            quote = "" if letter == quote else quote
-        elif letter in "\"'":
-            quote = letter
-        elif letter in "[{(":
-            depth += 1
-        elif letter in "]})":
-            depth -= 1
-        if letter == "," and not quote and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return [part.strip() for part in parts]
 
 
 def usual_points(plan: RunPlan, machine: Machine, *, largest: int) -> list[tuple[str, ...]]:

@@ -36,6 +36,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("bloomery.cli.plan:command", "Estimate GPU memory, time and disk before a run."),
     "bench": ("bloomery.cli.bench:command", "Measure speed and GPU memory, next to the plan."),
     "train": ("bloomery.cli.train:command", "Pretrain or fine-tune with a recipe."),
+    "sweep": ("bloomery.cli.sweep:command", "Train with several settings, and rank the runs."),
     "resume": ("bloomery.cli.train:resume_command", "Resume a run from its last checkpoint."),
     "stop": ("bloomery.cli.runs:stop_command", "Save a running run, then stop it."),
     "save": ("bloomery.cli.runs:save_command", "Save a checkpoint of a running run."),

@@ -229,7 +229,7 @@ class Table:
             self._status.update(literal(f"{name}: {phase}"))
 
 
-def seconds_of(limit: str | None) -> float:
+def seconds_of(limit: str | None, option: str = "--limit") -> float:
     """The seconds of --limit, infinite without it. Raises UserError unless `limit` is a positive time."""
     if limit is None:
         return math.inf
@@ -238,8 +238,8 @@ def seconds_of(limit: str | None) -> float:
         if duration.unit != "seconds" or duration.amount <= 0:
             raise ValueError(limit)
     except ValueError as error:
-        fix = "write --limit 10m, or 90s, or 2h"
-        raise UserError(f"not a time: {limit!r}", where="--limit", fix=fix, code=2) from error
+        fix = f"write {option} 10m, or 90s, or 2h"
+        raise UserError(f"not a time: {limit!r}", where=option, fix=fix, code=2) from error
     return duration.amount
 
 

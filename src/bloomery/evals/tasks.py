@@ -152,6 +152,35 @@ def _score_texts(
     decoder: Decoder, tokenizer: Tokenizer, *, data: Path, bos: bool, template: str | None
 ) -> TaskScores:
     """Bits and bytes of each document."""
+    items = losses_of_texts(decoder, tokenizer, data, bos=bos, template=template)
+    bits = items.nats / np.log(2)
+    outputs = tuple(
+        {"item": number, "bits": item_bits, "bytes": size}
+        for number, (item_bits, size) in enumerate(zip(bits, items.bytes, strict=True))
+    )
+    scores = Scores("bits_per_byte", bits, items.bytes)
+    return TaskScores((scores,), outputs, items.notes)
+
+
+@dataclass(frozen=True)
+class TextLosses:
+    """Of each document its nats, scored tokens and their bytes, float64 [documents] each; notes that explain them."""
+
+    nats: np.ndarray
+    tokens: np.ndarray
+    bytes: np.ndarray
+    notes: tuple[str, ...]
+
+
+def losses_of_texts(
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    data: Path,
+    *,
+    bos: bool = True,
+    template: str | None = None,
+) -> TextLosses:
+    """The loss of each document of `data`, texts or a prepared validation set. Raises UserError, and NotFinite."""
     texts = list(read_texts(data, tokenizer, bos=bos, template=template))
     refuse_unknown_ids(
         (token for text in texts for token in text.tokens), decoder.config.vocab_size
@@ -161,15 +190,12 @@ def _score_texts(
     nats = np.array(
         [float(n[mask].sum(dtype=np.float64)) for n, mask in zip(scores, masks, strict=True)]
     )
-    size = np.array([float(text.bytes) for text in texts])
     if not np.isfinite(nats).all():
         raise NotFinite
-    outputs = tuple(
-        {"item": n, "bits": b, "bytes": s}
-        for n, (b, s) in enumerate(zip(nats / np.log(2), size, strict=True))
-    )
+    tokens = np.array([float(text.scored) for text in texts])
+    size = np.array([float(text.bytes) for text in texts])
     notes = notes_of(texts, tokenizer, bos=bos, context=decoder.config.max_positions)
-    return TaskScores((Scores("bits_per_byte", nats / np.log(2), size),), outputs, tuple(notes))
+    return TextLosses(nats, tokens, size, tuple(notes))
 
 
 def _report(

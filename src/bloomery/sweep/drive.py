@@ -1,0 +1,166 @@
+"""Trains and judges the runs of a sweep, one after another, as far as they are not done. No torch.
+
+Each run is started and resumed as `bloomery train` and `bloomery resume` do it. Nothing but the runs and their scores
+is stored: a sweep that was killed looks at them, resumes the unfinished run bitwise, and goes on.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from bloomery.core.errors import UserError
+from bloomery.core.progress import progress
+from bloomery.core.run_folder import RunFolder, is_run
+from bloomery.core.run_lock import hold_run_lock
+from bloomery.core.signals import StopRequests
+from bloomery.hardware.machine import Machine
+from bloomery.launch.exit_codes import DONE
+from bloomery.monitor.events import Event, Phase, RunStarted, StepDone, read_events
+from bloomery.monitor.words import progress_text
+from bloomery.plan.types import RunPlan
+from bloomery.runs.flow import EndedRun
+from bloomery.runs.lifecycle import resume, start
+from bloomery.sweep.points import Point
+from bloomery.sweep.ranking import Judged
+from bloomery.sweep.scores import judge
+from bloomery.sweep.store import Score, SweepFolder
+from bloomery.view.summary import summary_of
+
+
+@final
+@dataclass(frozen=True)
+class Failure:
+    """A run without a figure, and why."""
+
+    point: Point
+    reason: str
+
+
+@final
+@dataclass(frozen=True)
+class SweepEnd:
+    """What a sweep has found. `code`: 0, 75 or 130 as of a run that was stopped, 1 where no run has a figure.
+
+    `left_out`: not started, since the budget does not allow another run.
+    """
+
+    code: int
+    judged: tuple[Judged, ...]
+    failures: tuple[Failure, ...] = ()
+    left_out: tuple[Point, ...] = ()
+
+
+@final
+@dataclass(frozen=True)
+class Sweep:
+    """`on_line` gets a line for each run that is done. `measure`: as in `lifecycle.start`.
+
+    `expected_seconds`: of a run by the plan, None where that is unknown; `budget_seconds`: of all runs together.
+    """
+
+    folder: SweepFolder
+    points: Sequence[Point]
+    metric: str
+    on_line: Callable[[str, str], None]
+    devices: str | None = None
+    budget_seconds: float | None = None
+    expected_seconds: float | None = None
+    measure: Callable[[RunPlan, Machine], None] | None = None
+
+    def run(self) -> SweepEnd:
+        """Trains and judges every run that is not done. A run that fails does not stop the others.
+
+        Raises UserError when another process works on this sweep.
+        """
+        judged: list[Judged] = []
+        failures: list[Failure] = []
+        left_out: list[Point] = []
+        with hold_run_lock(RunFolder(self.folder.path)):
+            for number, point in enumerate(self.points, 1):
+                if self._over_budget(point):
+                    left_out.append(point)
+                    continue
+                try:
+                    outcome = self._finish(point, number)
+                except UserError as error:
+                    failures.append(Failure(point, error.problem))
+                    self.on_line("failed", f"{point.text}: {error.problem}")
+                    continue
+                if isinstance(outcome, EndedRun):  # stopped: the user goes on later
+                    rest = tuple(self.points[number - 1 :])
+                    return SweepEnd(outcome.code, tuple(judged), tuple(failures), rest)
+                judged.append(Judged(point.name, outcome.value, outcome.scores))
+        code = DONE if judged else 1
+        return SweepEnd(code, tuple(judged), tuple(failures), tuple(left_out))
+
+    def _finish(self, point: Point, number: int) -> Score | EndedRun:
+        """The score of a run, trained and judged where it is not; the run where the user has stopped it."""
+        path = self.folder.score_file(point, self.metric)
+        stored_score = self.folder.read_score(path, self.metric)
+        if stored_score is not None:
+            return stored_score
+        ended_run = self._train(point, number)
+        if ended_run.code != DONE:
+            return ended_run
+        progress(f"{self._title(point, number)}: evaluating")
+        score = judge(self.folder.run(point), devices=self.devices)
+        self.folder.write_score(path, score)
+        seconds = seconds_of(self.folder.run(point))
+        self.on_line(
+            f"run {number}", f"{point.text}: {self.metric} {score.value:.4f}, {seconds:.0f} s"
+        )
+        return score
+
+    def _train(self, point: Point, number: int) -> EndedRun:
+        """Starts the run, or resumes it; returns at once where it is done. Raises UserError."""
+        folder = self.folder.run(point)
+        steps: int | None = None
+
+        def watch(event: Event, _requests: StopRequests) -> None:
+            nonlocal steps
+            if isinstance(event, RunStarted):
+                steps = event.steps or None
+            if not isinstance(event, RunStarted | Phase | StepDone):
+                return
+            if text := progress_text(event, steps):
+                progress(f"{self._title(point, number)}: {text}")
+
+        progress(f"{self._title(point, number)}: starting")
+        if is_run(folder.path):
+            return resume(
+                folder.path,
+                devices=self.devices,
+                quiet=True,
+                watch=watch,
+                own_recipe=point.recipe.recipe,
+            )
+        return start(
+            point.recipe,
+            run_dir=folder.path,
+            devices=self.devices,
+            quiet=True,
+            watch=watch,
+            measure=self.measure,
+        )
+
+    def _title(self, point: Point, number: int) -> str:
+        return f"run {number} of {len(self.points)} ({point.text})"
+
+    def _over_budget(self, point: Point) -> bool:
+        """Whether this run, not begun, would end after the budget, by the mean of the runs before it or the plan."""
+        if self.budget_seconds is None or is_run(self.folder.run(point).path):
+            return False
+        seconds = [
+            seconds_of(self.folder.run(other))
+            for other in self.points
+            if is_run(self.folder.run(other).path)
+        ]
+        expected_seconds = self.expected_seconds or 0.0
+        if seconds:
+            expected_seconds = sum(seconds) / len(seconds)
+        return sum(seconds) + expected_seconds > self.budget_seconds
+
+
+def seconds_of(folder: RunFolder) -> float:
+    """The wall time of a run's processes so far."""
+    return summary_of(read_events(folder.events)).seconds if folder.events.exists() else 0.0

@@ -1,0 +1,74 @@
+"""Judges a run of a sweep on held-out items, in a child process that ends with this one. No torch."""
+
+import os
+
+import numpy as np
+
+from bloomery.core.child import Child
+from bloomery.core.errors import UserError
+from bloomery.core.progress import progress
+from bloomery.core.run_folder import RunFolder
+from bloomery.data.shards import read_manifest
+from bloomery.evals.statistics import Scores
+from bloomery.monitor.events import read_events
+from bloomery.plan.store import read_plan
+from bloomery.sweep.store import Score
+from bloomery.view.summary import summary_of
+
+WORKER = "bloomery.sweep.scoring_worker"
+LOSS = "eval.loss"
+LONGEST_SECONDS = 86_400.0  # without any sign of life of an evaluation
+
+
+def judge(folder: RunFolder, *, step: str = "best", devices: str | None = None) -> Score:
+    """The held-out loss of a checkpoint, in nats per token of each document of the validation set.
+
+    A loss per pair or response, and one of conversations with pictures, is the mean that the run's own evaluation
+    found: its items are not known. Raises UserError where the run cannot be judged.
+    """
+    plan = read_plan(folder.plan)
+    manifest = read_manifest(plan.data.prepared)
+    if not manifest.validation.tokens:
+        problem = "no validation set: the runs of a sweep are ranked by held-out loss"
+        raise UserError(problem, where="data.validation", fix="set data.validation=5%", code=2)
+    if plan.objective.spec.loss_unit != "token" or manifest.has_pictures:
+        return _own_evaluation(folder, step)
+    job = {
+        "run": str(folder.path),
+        "prepared": str(plan.data.prepared),
+        "step": step,
+        "devices": devices or "auto",
+    }
+    with Child(WORKER, job, environment=os.environ) as child:
+        while True:
+            answer = child.next(LONGEST_SECONDS)
+            if answer == "ended":
+                raise UserError(
+                    f"the evaluation failed: {child.ending()}",
+                    where=str(folder.path),
+                    fix=f"try it alone: bloomery eval {folder.name}",
+                )
+            if answer == "silent":
+                raise UserError("the evaluation hangs", where=str(folder.path))
+            assert isinstance(answer, dict)
+            if "error" in answer:
+                problem, where, fix = answer["error"]
+                raise UserError(problem, where=where, fix=fix)
+            if "values" in answer:
+                break
+            progress(answer["doing"])
+
+    values = np.array(answer["values"], np.float64)
+    weights = np.array(answer["weights"], np.float64)
+    scores = Scores(LOSS, values, weights)
+    return Score(answer["step"], float(values.sum() / weights.sum()), scores)
+
+
+def _own_evaluation(folder: RunFolder, step: str) -> Score:
+    """The mean of the run's evaluation at `step`, or of its best one. Raises UserError."""
+    summary = summary_of(read_events(folder.events))
+    evaluation = summary.best if step == "best" else summary.evaluations.get(int(step))
+    if evaluation is None or evaluation.loss is None:
+        problem = "the run has no evaluation with a finite loss"
+        raise UserError(problem, where=str(folder.path), fix="set eval.every=10%")
+    return Score(evaluation.step, evaluation.loss, None)

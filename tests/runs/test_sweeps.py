@@ -1,0 +1,103 @@
+"""A sweep that was killed ends with the table of an undisturbed one; its runs are those of `bloomery train`."""
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from runs_of_bloomery import Bloomery, assert_bitwise_equal, write_workshop
+
+from bloomery.monitor.events import RunEnded, StepDone, read_events
+
+SWEEP = ("sweep", "tiny.yaml", "optimizer.learning_rate=1e-2,1e-3", "--json", "--run-dir", "runs/s")
+RUNS = ("learning_rate-1e-2", "learning_rate-1e-3")
+
+
+def table(text: str) -> dict[str, object]:
+    """Without the folder, which differs between two workshops."""
+    document = json.loads(text)
+    runs = [run | {"run": Path(run["run"]).name} for run in document["runs"]]
+    return document | {"runs": runs, "folder": "", "winner": Path(document["winner"] or "").name}
+
+
+@pytest.fixture(scope="module")
+def calm_sweep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, object]]:
+    """The folder and the table of a sweep that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("calm-sweep")
+    write_workshop(folder)
+    done = Bloomery(folder).run(*SWEEP)
+    assert done.returncode == 0, done.stderr
+    return folder / "runs/s", table(done.stdout)
+
+
+def test_a_killed_sweep_ends_with_the_table_of_an_undisturbed_one(
+    bloomery: Bloomery, calm_sweep: tuple[Path, dict[str, object]]
+) -> None:
+    """Killed in the first run, before its score is written, and in the second run."""
+    calm, expected = calm_sweep
+    folder = bloomery.folder / "runs/s"
+    first, second = (folder / name for name in RUNS)
+    moments: list[Callable[[], bool]] = [
+        lambda: took_step(first, 5),
+        lambda: ended(first),
+        lambda: took_step(second, 9),
+    ]
+    for moment in moments:
+        assert bloomery.run_until(moment, signal.SIGKILL, *SWEEP) == -signal.SIGKILL
+    done = bloomery.run(*SWEEP)
+    assert done.returncode == 0, done.stderr
+    assert table(done.stdout) == expected
+    for name in RUNS:
+        assert_bitwise_equal(folder / name, calm / name)
+
+
+def test_a_finished_sweep_trains_nothing_and_a_value_more_trains_one_run(
+    calm_sweep: tuple[Path, dict[str, object]],
+) -> None:
+    calm, expected = calm_sweep
+    bloomery = Bloomery(calm.parent.parent)
+    logs = [(calm / name / "events.jsonl").read_bytes() for name in RUNS]
+    again = bloomery.run(*SWEEP)
+    assert again.returncode == 0 and table(again.stdout) == expected
+    assert [(calm / name / "events.jsonl").read_bytes() for name in RUNS] == logs
+
+    more = bloomery.run(*(word.replace("1e-3", "1e-3,3e-2") for word in SWEEP))
+    assert more.returncode == 0, more.stderr
+    assert len(table(more.stdout)["runs"]) == 3
+    assert [(calm / name / "events.jsonl").read_bytes() for name in RUNS] == logs
+
+
+def test_the_figures_are_those_of_eval_and_the_runs_those_of_train(
+    calm_sweep: tuple[Path, dict[str, object]],
+) -> None:
+    """`eval --against` prints bits per byte: nats of all documents by their bytes, of the same documents."""
+    calm, expected = calm_sweep
+    bloomery = Bloomery(calm.parent.parent)
+    first, second = (f"runs/s/{name}" for name in RUNS)
+    compared = json.loads(bloomery.run("eval", first, "--against", second, "--json").stdout)
+    result = compared["results"][0]
+    by_name = {run["run"]: run["metric"] for run in expected["runs"]}
+    ratio = by_name[RUNS[0]] / by_name[RUNS[1]]
+    assert result["model"]["value"] / result["against"]["value"] == pytest.approx(ratio, rel=1e-6)
+    assert expected["runs"][1]["p_value"] == result["difference"]["p_value"]
+
+    alone = bloomery.run(
+        "train", "tiny.yaml", "optimizer.learning_rate=1e-2", "--run-dir", "runs/one"
+    )
+    assert alone.returncode == 0, alone.stderr
+    assert_bitwise_equal(calm / RUNS[0], bloomery.run_dir)
+    assert len(list((bloomery.folder / "prepared").iterdir())) == 1  # one dataset for all
+
+
+def took_step(run: Path, step: int) -> bool:
+    return any(isinstance(e, StepDone) and e.step >= step for e in events_of(run))
+
+
+def ended(run: Path) -> bool:
+    return any(isinstance(event, RunEnded) for event in events_of(run))
+
+
+def events_of(run: Path) -> list[object]:
+    path = run / "events.jsonl"
+    return list(read_events(path)) if path.exists() else []
