@@ -17,3 +17,27 @@ QWEN_XML_TEMPLATE = """{%- if tools %}<|im_start|>system
 {% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
+
+GLM_TEMPLATE = """{%- if tools %}<|im_start|>system
+{{ tools | tojson }} as <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>
+{%- endif %}
+{%- for m in messages %}
+{%- if m.role == "tool" %}<|observation|>\n<tool_response>\n{{ m.content }}\n</tool_response>
+{%- else %}<|im_start|>{{ m.role }}\n{{ m.content or "" }}
+{%- for c in m.tool_calls or [] %}{{ "\n<tool_call>" + c.function.name + "\n" }}
+{%- for key, value in c.function.arguments.items() -%}
+{{ "<arg_key>" + key + "</arg_key>\n<arg_value>" }}
+{{- value if value is string else value | tojson }}{{ "</arg_value>\n" }}
+{%- endfor -%}
+{{ "</tool_call>" }}
+{%- endfor %}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+MINISTRAL_TEMPLATE = """{{ bos_token }}{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}
+{%- for m in messages %}
+{%- if m.role == "user" %}[INST]{{ m.content }}[/INST]
+{%- elif m.role == "tool" %}[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]
+{%- else %}{{ m.content or "" }}
+{%- for c in m.tool_calls or [] %}[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}{% endfor %}
+{{- eos_token }}{% endif %}{% endfor %}"""

@@ -20,7 +20,7 @@ from bloomery.infer.grammar import JsonGrammars
 from bloomery.infer.sampling import Sampling
 from bloomery.serve.tools import AnswerRules, answer_grammar
 from models_for_tests import make_chat_model
-from tool_templates import QWEN_XML_TEMPLATE
+from tool_templates import GLM_TEMPLATE, MINISTRAL_TEMPLATE, QWEN_XML_TEMPLATE
 
 LONG = replace(LIMITS, context=2048, new_tokens=400)
 
@@ -75,7 +75,10 @@ TYPED = {
         },
     },
 }
-HERMES, QWEN_XML, MISTRAL, LLAMA = (forms[0] for forms in FORMS.values())
+HERMES, QWEN_XML, GLM, MISTRAL, MINISTRAL, LLAMA = (forms[0] for forms in FORMS.values())
+GLM_CLOSE = FORMS["GLM 4.5 and later"][1]  # without line breaks
+MARKS = ("[TOOL_CALLS]", "[ARGS]", "[INST]", "[/INST]", "<tool_call>", "</tool_call>")
+MARKS += ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 LLAMA_TEMPLATE = """{% for m in messages %}<|im_start|>{{ m.role }}
 {% if tools and loop.first %}{{ tools | tojson }}{% endif %}
 {% if m.tool_calls %}{% set f = m.tool_calls[0].function %}
@@ -230,11 +233,16 @@ class TestTools:
 
     @pytest.mark.parametrize(
         ("template", "form"),
-        [(LLAMA_TEMPLATE, LLAMA), (MISTRAL_TEMPLATE, MISTRAL), (QWEN_XML_TEMPLATE, QWEN_XML)],
+        [
+            (LLAMA_TEMPLATE, LLAMA),
+            (MISTRAL_TEMPLATE, MISTRAL),
+            (QWEN_XML_TEMPLATE, QWEN_XML),
+            (GLM_TEMPLATE, GLM),
+            (MINISTRAL_TEMPLATE, MINISTRAL),
+        ],
     )
     def test_the_other_forms(self, tmp_path: Path, template: str, form: ToolFormat) -> None:
-        marks = ("[TOOL_CALLS]", "[INST]", "[/INST]", "<tool_call>", "</tool_call>")
-        folder = make_chat_model(tmp_path / "chat", *marks)
+        folder = make_chat_model(tmp_path / "chat", *MARKS)
         with running({"chat": folder}, template=template, limits=LONG) as server:
             assert server.models[0].tools == form
             client, asked = (
@@ -389,6 +397,25 @@ class TestTools:
                 " so",
                 [("f", {"text": "3", "n": 4})],
             ),
+            (
+                GLM,
+                "So:\n<tool_call>f\n<arg_key>text</arg_key>\n<arg_value>a\n</arg></arg_value>\n<arg_key>n</arg_key>"
+                "\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>g\n</tool_call>",
+                "So:",
+                [("f", {"text": "a\n</arg>", "n": 3}), ("g", {})],
+            ),
+            (
+                GLM_CLOSE,
+                "<tool_call>g</tool_call><tool_call>f<arg_key>on</arg_key><arg_value>true</arg_value></tool_call>",
+                "",
+                [("g", {}), ("f", {"on": True})],
+            ),
+            (
+                MINISTRAL,
+                'So:[TOOL_CALLS]f[ARGS]{"n": 1, "text": "[ARGS]{"}[TOOL_CALLS]g[ARGS]{}',
+                "So:",
+                [("f", {"n": 1, "text": "[ARGS]{"}), ("g", {})],
+            ),
             (LLAMA, "Hello {you}", "Hello {you}", []),
             (LLAMA, '{"ok": {"a": 1}}', '{"ok": {"a": 1}}', []),
         ],
@@ -455,15 +482,15 @@ class TestTools:
 
     # Qwen's <tool_call> is an added token, and not special
     @pytest.mark.parametrize("special", [True, False])
-    @pytest.mark.parametrize("form", [HERMES, QWEN_XML, MISTRAL])
+    @pytest.mark.parametrize("form", [HERMES, QWEN_XML, GLM, GLM_CLOSE, MISTRAL, MINISTRAL])
     def test_a_grammar_takes_the_call_as_the_tokenizer_writes_it(
         self, tmp_path: Path, form: ToolFormat, special: bool
     ) -> None:
-        folder = make_chat_model(tmp_path / "chat", "<tool_call>", "</tool_call>", "[TOOL_CALLS]")
+        folder = make_chat_model(tmp_path / "chat", *MARKS)
         path = folder / "tokenizer.json"
         described = json.loads(path.read_text())
         for entry in described["added_tokens"]:
-            entry["special"] = special if "tool" in entry["content"].lower() else entry["special"]
+            entry["special"] = special if entry["content"] in MARKS else entry["special"]
         path.write_text(json.dumps(described))
         tokenizer = load_tokenizer(folder)
         end = tokenizer.id_of("<|im_end|>")
@@ -479,14 +506,16 @@ class TestTools:
                 )
                 follow.take(token)
 
+    # Marks that are text, tokens, and tokens without line breaks
+    @pytest.mark.parametrize("form", [QWEN_XML, GLM, GLM_CLOSE])
     def test_a_grammar_of_parameters_keeps_to_the_types_of_their_values(
-        self, tmp_path: Path
+        self, tmp_path: Path, form: ToolFormat
     ) -> None:
-        folder = make_chat_model(tmp_path / "chat", "<tool_call>", "</tool_call>")
+        folder = make_chat_model(tmp_path / "chat", *MARKS)
         tokenizer = load_tokenizer(folder)
         end = tokenizer.id_of("<|im_end|>")
         grammar = answer_grammar(
-            AnswerRules([TYPED, CLOCK], required=True, parallel=True), QWEN_XML, tokenizer, [end]
+            AnswerRules([TYPED, CLOCK], required=True, parallel=True), form, tokenizer, [end]
         )
 
         def is_taken(text: str) -> bool:
@@ -500,12 +529,12 @@ class TestTools:
         good = {"text": 'a < "b"\n</par>\n', "n": 3, "on": True, "many": ["x"], "either": "12 or"}
         bad = ({"n": "three"}, {"on": "yes"}, {"many": {}}, {"other": 1}, {"on": True, "n": 1})
         with closing(JsonGrammars(tokenizer, tokenizer.vocab_size, [end])) as grammars:
-            written = QWEN_XML.written("f", good)
-            assert is_taken(f"{written}\n{QWEN_XML.written('clock', {})}")
-            assert calls_in(written, QWEN_XML, [TYPED])[1][0].arguments == json.dumps(good)
+            written = form.written("f", good)
+            assert is_taken(f"{written}{form.between}{form.written('clock', {})}")
+            assert calls_in(written, form, [TYPED])[1][0].arguments == json.dumps(good)
             for arguments in bad:
-                assert not is_taken(QWEN_XML.written("f", arguments)), arguments
-            assert not is_taken(QWEN_XML.written("clock", {"zone": "CET"}))
+                assert not is_taken(form.written("f", arguments)), arguments
+            assert not is_taken(form.written("clock", {"zone": "CET"}))
 
     @pytest.mark.parametrize(
         "ending", ["", "<parameter=n>\n4", "<parameter=n>\n4\n</parameter>\nor </function>"]

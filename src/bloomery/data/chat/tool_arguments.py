@@ -136,13 +136,14 @@ class JsonArguments:
 
 @final
 class MarkedArguments:
-    """Parameters one by one, up to one of `ends`. `schema`: of the arguments; a tool without one takes any.
+    """Parameters one by one, up to `end`, or to `closing` after it. `schema`: of the arguments; without one, any.
 
     Text between parameters stays where it is, and the arguments are then no JSON.
     """
 
-    def __init__(self, marks: Parameters, ends: tuple[str, ...], schema: Json | None) -> None:
-        self._ends = ends
+    def __init__(self, marks: Parameters, end: str, closing: str, schema: Json | None) -> None:
+        self._end = end
+        self._closing = closing
         self._schema: Json = schema or {}
         self._mark = marks.before
         line = marks.between.endswith("\n")
@@ -175,10 +176,10 @@ class MarkedArguments:
         """As `read`; None: go on."""
         rest = text.lstrip()
         opening = "" if self._written else "{"
-        for place, end in enumerate(self._ends):
-            if rest.startswith(end):
-                # The first is the call's own; the next ones stand after it, where a model left it out.
-                return opening + "}", rest[len(end) :] if place == 0 else rest, True
+        if self._end and rest.startswith(self._end):
+            return opening + "}", rest.removeprefix(self._end), True
+        if rest.startswith(self._closing):  # without an end, or the model left it out
+            return opening + "}", rest, True
         if match := self._name.match(rest):
             properties = self._schema.get("properties")
             known = properties.get(match[1]) if isinstance(properties, Mapping) else None
@@ -188,7 +189,7 @@ class MarkedArguments:
             self._written += 1
             return head, rest[match.end() :], None
         if rest.startswith(self._mark) or any(
-            mark.startswith(rest) for mark in (self._mark, *self._ends)
+            mark.startswith(rest) for mark in (self._mark, self._end, self._closing)
         ):
             return "", rest, False
         # Neither a parameter nor the end of the call.

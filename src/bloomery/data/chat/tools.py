@@ -79,8 +79,7 @@ class ToolFormat:
         """What reads the arguments of one call."""
         if self.parameters is None:
             return JsonArguments()
-        ends = tuple(mark for mark in (self.end.strip(), self.closing.strip()) if mark)
-        return MarkedArguments(self.parameters, ends, schema)
+        return MarkedArguments(self.parameters, self.end, self.closing.strip(), schema)
 
 
 def _json_call(arguments: str) -> tuple[str, str]:
@@ -111,7 +110,29 @@ FORMS = {
             Parameters("<parameter=", ">\n", "\n</parameter>\n"),
         ),
     ),
+    "GLM 4.5 and later": (
+        ToolFormat(
+            "<tool_call>",
+            "",
+            ("", "\n"),
+            "",
+            "</tool_call>",
+            Parameters("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+        ),
+        ToolFormat(
+            "<tool_call>",
+            "",
+            ("", ""),
+            "",
+            "</tool_call>",
+            Parameters("<arg_key>", "</arg_key><arg_value>", "</arg_value>"),
+            between="",
+        ),
+    ),
     "Mistral": (_MISTRAL, replace(_MISTRAL, before="[")),
+    "Ministral 3": (
+        ToolFormat("[TOOL_CALLS]", "", ("", "[ARGS]"), "", "", between="", nine_letters=True),
+    ),
     "Llama 3.1": (ToolFormat("", "", _json_call("parameters"), "}", ""),),
 }
 
