@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs_of_bloomery import Bloomery, assert_bitwise_equal, write_workshop
+from runs_of_bloomery import Bloomery, assert_bitwise_equal, losses, write_workshop
 
 from bloomery.monitor.events import RunEnded, StepDone, read_events
 
@@ -88,6 +88,32 @@ def test_the_figures_are_those_of_eval_and_the_runs_those_of_train(
     assert alone.returncode == 0, alone.stderr
     assert_bitwise_equal(calm / RUNS[0], bloomery.run_dir)
     assert len(list((bloomery.folder / "prepared").iterdir())) == 1  # one dataset for all
+
+
+def test_halving_stops_runs_at_their_rung_and_the_one_that_is_left_is_the_run_of_a_grid(
+    bloomery: Bloomery, calm_sweep: tuple[Path, dict[str, object]]
+) -> None:
+    """Killed in a rung, between two of them and in the last one. Of 16 steps a third is 5."""
+    rates = "optimizer.learning_rate=1e-3,1e-2,1e-4"
+    words = ("sweep", "tiny.yaml", rates, "--search", "halving", "--json", "--run-dir", "runs/s")
+    folder = bloomery.folder / "runs/s"
+    left = folder / RUNS[0]
+    moments: list[Callable[[], bool]] = [
+        lambda: took_step(left, 2),
+        lambda: took_step(folder / "learning_rate-1e-4", 1),
+        lambda: took_step(left, 9),
+    ]
+    for moment in moments:
+        assert bloomery.run_until(moment, signal.SIGKILL, *words) == -signal.SIGKILL
+    done = bloomery.run(*words)
+    assert done.returncode == 0, done.stderr
+    runs = table(done.stdout)["runs"]
+    assert [run["run"] for run in runs] == [RUNS[0], RUNS[1], "learning_rate-1e-4"]
+    assert [run.get("stopped_at") for run in runs] == [None, 5, 5]
+    assert [len(losses(folder / run["run"])) for run in runs] == [16, 5, 5]
+    calm, expected = calm_sweep
+    assert runs[0]["metric"] == expected["runs"][0]["metric"]
+    assert_bitwise_equal(left, calm / RUNS[0])
 
 
 def took_step(run: Path, step: int) -> bool:

@@ -3,7 +3,7 @@
 import pytest
 
 from bloomery.core.errors import UserError
-from bloomery.sweep.points import points_of
+from bloomery.sweep.points import points_of, rungs_of
 from bloomery.sweep.store import sweep_folder
 
 RATES = "optimizer.learning_rate=1e-3,3e-3"
@@ -87,3 +87,11 @@ def test_the_same_command_and_one_with_more_values_find_the_folder(tmp_path, mon
     (tmp_path / "mine/letter.txt").touch()
     with pytest.raises(UserError, match="not empty"):
         folder(RANKS, path=tmp_path / "mine")
+
+
+@pytest.mark.parametrize(
+    ("steps", "runs", "rungs"),
+    [(360, 9, [40, 120, 360]), (100, 12, [11, 33, 100]), (100, 2, [100]), (2, 27, [2])],
+)
+def test_rungs_by_hand(steps, runs, rungs):
+    assert rungs_of(steps, runs) == rungs

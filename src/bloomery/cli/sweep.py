@@ -14,6 +14,7 @@ from bloomery.cli.common import (
     progress_line,
     recipe_argument,
 )
+from bloomery.core.errors import UserError
 from bloomery.core.units import counted, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -28,10 +29,10 @@ if TYPE_CHECKING:
 @recipe_argument
 @click.option(
     "--search",
-    type=click.Choice(["grid", "random"]),
+    type=click.Choice(["grid", "random", "halving"]),
     default="grid",
     show_default=True,
-    help="Run all combinations, or draw some.",
+    help="Run all combinations, draw some, or stop the worse ones early.",
 )
 @click.option(
     "--runs", type=click.IntRange(2), metavar="N", help="Draw N combinations. [default: 10]"
@@ -90,6 +91,10 @@ def command(
         for point in points:
             echo(f"{'run':<11}{point.text}")
         return 0
+    rungs = _rungs(points, plans) if search == "halving" else None
+    if rungs is not None and budget is not None:
+        fix = "name fewer values, or leave out --budget"
+        raise UserError("--search halving takes no --budget", where="--budget", fix=fix, code=2)
 
     folder = sweep_folder(recipe, points, {}, run_dir)
     echo(f"{'folder':<11}{_shown(folder.path)}", err=True)
@@ -104,7 +109,7 @@ def command(
         measure=time_compiling,
     )
     with progress_line("sweep"):
-        end = sweep.run()
+        end = sweep.run() if rungs is None else sweep.halve(rungs)
     ranking = ranked(end.judged, lower_is_better=True)
     if as_json:
         print_json(_document(folder, points, LOSS, ranking, end))
@@ -138,6 +143,26 @@ def _show_plans(points: "list[Point]", devices: str | None) -> "list[RunPlan]":
     return plans
 
 
+def _rungs(points: "list[Point]", plans: "list[RunPlan]") -> dict[str, list[int]]:
+    """The steps after which successive halving compares the runs, for each; printed. Raises UserError."""
+    from bloomery.sweep.points import REDUCTION, rungs_of
+
+    rungs = {}
+    for point, plan in zip(points, plans, strict=True):
+        if plan.train.steps is None:
+            problem = "successive halving divides a number of steps, and this run has none yet"
+            fix = "set train.max_steps, or count the dataset first: bloomery prepare RECIPE"
+            raise UserError(problem, where=f"train ({point.text})", fix=fix, code=2)
+        rungs[point.name] = rungs_of(plan.train.steps, len(points))
+    runs = len(points)
+    parts = []
+    for step in rungs[points[0].name]:
+        parts.append(f"{counted(runs, 'runs')} to step {step:,}")
+        runs = max(1, runs // REDUCTION)
+    echo(f"{'halving':<11}{', '.join(parts)}", err=True)
+    return rungs
+
+
 def _mean_seconds(plans: "list[RunPlan]") -> float | None:
     """Of a run; None where the plan of any does not know."""
     seconds = [plan.seconds.value for plan in plans if plan.seconds is not None]
@@ -167,6 +192,18 @@ def _document(
                 "run": str(folder.path / row.name),
             }
             for row in ranking.rows
+        ]
+        + [
+            {
+                "settings": by_name[run.name].values,
+                "metric": run.value,
+                "interval": None,
+                "p_value": None,
+                "contender": False,
+                "stopped_at": run.step,
+                "run": str(folder.path / run.name),
+            }
+            for run in end.dropped
         ],
         "failed": [
             {"settings": failure.point.values, "reason": failure.reason} for failure in end.failures
@@ -184,6 +221,9 @@ def _table(
     rows = [["rank", metric, "95% interval", "p", *keys]]
     for rank, row in enumerate(ranking.rows, 1):
         rows.append([str(rank), *_figures(row), *by_name[row.name].settings.values()])
+    for run in end.dropped:
+        stopped = f"stopped at step {run.step:,}"
+        rows.append(["-", f"{run.value:.4f}", stopped, "", *by_name[run.name].settings.values()])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for cells in rows:
@@ -220,7 +260,7 @@ def _verdict(folder: "SweepFolder", by_name: "dict[str, Point]", ranking: "Ranki
         others = counted(len(contenders) - 1, "runs")
         verdict = f"the noise does not separate the first run from {others} (that takes {limit})"
         if len(ranking.rows) == 1:
-            verdict = "one run alone"
+            verdict = "one run alone has been trained to its end"
         lines = [f"{'no winner':<11}{verdict}"]
     lines.append(f"{'next':<11}bloomery chat {shlex.quote(_shown(folder.path / best.name))}")
     return lines

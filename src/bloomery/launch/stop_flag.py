@@ -21,6 +21,7 @@ class StopFlag:
     stop_requested: bool = False
     step: int = 0  # the last step that this process finished
     save_asked: bool = False
+    stop_at: int | None = None  # after this step the process stops as if it were asked to
     emit: Emit | None = None
 
     def install(self) -> None:
@@ -35,6 +36,8 @@ class StopFlag:
         the event could still end without a save, at a stop by whoever has seen that event.
         """
         self.step = step
+        if self.stop_at is not None and step >= self.stop_at:
+            self.stop_requested = True
 
     def take_save(self) -> bool:
         """Whether a checkpoint was requested since the last call."""

@@ -60,8 +60,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--data", type=Path)
     parser.add_argument("--resumed", action="store_true")
     parser.add_argument("--no-check", dest="check_step", action="store_false")
+    parser.add_argument("--stop-at", type=int)
     options = parser.parse_args(arguments)
-    flag = StopFlag()
+    flag = StopFlag(stop_at=options.stop_at)
     if options.stage == "train":
         flag.install()
     die_with_parent(options.parent)

@@ -87,6 +87,7 @@ class Flow:
     watch: Watch | None = None
     board: Board | None = None  # of the launcher that started this process as rank 0
     check_step: bool = True  # compare a step on the GPU with the CPU before training
+    stop_at: int | None = None  # save and stop after this step
 
     def stage(
         self,
@@ -249,6 +250,7 @@ def train_stage(flow: Flow, plan: RunPlan, machine: Machine, *, resumed: bool) -
         arguments = [
             *(("--resumed",) if resumed else ()),
             *(() if flow.check_step else ("--no-check",)),
+            *(() if flow.stop_at is None else ("--stop-at", str(flow.stop_at))),
         ]
         ending = flow.stage("train", arguments, environment, plan)
         if ending.code in (DONE, STOPPED):

@@ -87,6 +87,7 @@ def start(
     watch: Watch | None = None,
     measure: Callable[[RunPlan, Machine], None] | None = None,
     check_step: bool = True,
+    stop_at: int | None = None,
 ) -> EndedRun:
     """Train a recipe in a new folder (`runs/<recipe>-<date>-<time>`). Raises UserError when it fails.
 
@@ -96,6 +97,7 @@ def start(
     the run's own plan, made after that (the smoke test shortens it).
     `recover`: after a kernel or driver crash or out of memory, restart with safer settings, at most 3 times.
     `check_step`: compare a step on a GPU with the CPU before training, once per GPU and settings.
+    `stop_at`: after this step the run is saved and stopped (code 75), as after Ctrl+C; a resume goes on exactly.
     `watch` gets every event. An exception of it kills the training child (SIGKILL) and passes through.
     """
     require_libraries(loaded_recipe.recipe.logging.libraries)
@@ -165,6 +167,7 @@ def start(
             watch=watch,
             board=open_board(folder, launch, hub),
             check_step=check_step,
+            stop_at=stop_at,
         )
         # The user has just passed this recipe, and with it the code that it names.
         _allow_code(flow, loaded_recipe.recipe)
@@ -185,13 +188,14 @@ def resume(
     check_step: bool = True,
     trust_code: bool = False,
     own_recipe: Recipe | None = None,
+    stop_at: int | None = None,
 ) -> EndedRun:
     """Resume the run in `path` from its newest valid checkpoint, or from that of `step`.
 
-    `overrides`: the length, eval.*, sample.*, checkpoint.*, logging.* and sizes of parallel.*. `recover` and
-    `check_step`: as in `start`; `recover` applies the fallback that the last crash stored. `trust_code`: the user asks
-    for the Python rewards and the hooks that the run's recipe names. `own_recipe`: the user's, with the same rewards,
-    where a job that began the run is started again with it. Raises UserError.
+    `overrides`: the length, eval.*, sample.*, checkpoint.*, logging.* and sizes of parallel.*. `recover`, `check_step`
+    and `stop_at`: as in `start`; `recover` applies the fallback that the last crash stored. `trust_code`: the user
+    asks for the Python rewards and the hooks that the run's recipe names. `own_recipe`: the user's, with the same
+    rewards, where a job that began the run, or a sweep, is started again with it. Raises UserError.
     """
     refuse_overrides(overrides)
     launch = current_launch()
@@ -237,6 +241,7 @@ def resume(
                 watch=watch,
                 board=board,
                 check_step=check_step,
+                stop_at=stop_at,
             )
             if asked_recipe is not None:
                 _allow_code(flow, asked_recipe)

@@ -4,7 +4,7 @@ Each run is started and resumed as `bloomery train` and `bloomery resume` do it.
 is stored: a sweep that was killed looks at them, resumes the unfinished run bitwise, and goes on.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -14,13 +14,14 @@ from bloomery.core.run_folder import RunFolder, is_run
 from bloomery.core.run_lock import hold_run_lock
 from bloomery.core.signals import StopRequests
 from bloomery.hardware.machine import Machine
-from bloomery.launch.exit_codes import DONE
+from bloomery.infer.model_folder import saved_steps
+from bloomery.launch.exit_codes import DONE, STOPPED
 from bloomery.monitor.events import Event, Phase, RunStarted, StepDone, read_events
 from bloomery.monitor.words import progress_text
 from bloomery.plan.types import RunPlan
 from bloomery.runs.flow import EndedRun
 from bloomery.runs.lifecycle import resume, start
-from bloomery.sweep.points import Point
+from bloomery.sweep.points import REDUCTION, Point
 from bloomery.sweep.ranking import Judged
 from bloomery.sweep.scores import judge
 from bloomery.sweep.store import Score, SweepFolder
@@ -48,6 +49,8 @@ class SweepEnd:
     judged: tuple[Judged, ...]
     failures: tuple[Failure, ...] = ()
     left_out: tuple[Point, ...] = ()
+    # Those that successive halving did not train to the end, the longest first and of these the best.
+    dropped: tuple[Judged, ...] = ()
 
 
 @final
@@ -89,21 +92,63 @@ class Sweep:
                 if isinstance(outcome, EndedRun):  # stopped: the user goes on later
                     rest = tuple(self.points[number - 1 :])
                     return SweepEnd(outcome.code, tuple(judged), tuple(failures), rest)
-                judged.append(Judged(point.name, outcome.value, outcome.scores))
+                judged.append(Judged(point.name, outcome.value, outcome.scores, outcome.step))
         code = DONE if judged else 1
         return SweepEnd(code, tuple(judged), tuple(failures), tuple(left_out))
 
-    def _finish(self, point: Point, number: int) -> Score | EndedRun:
-        """The score of a run, trained and judged where it is not; the run where the user has stopped it."""
-        path = self.folder.score_file(point, self.metric)
+    def halve(self, rungs_by_name: Mapping[str, Sequence[int]]) -> SweepEnd:
+        """Trains all runs to their first rung, the best third of them to the second, and so on (`points.rungs_of`).
+
+        A run goes on exactly where it stopped, so that one that reaches the end is that of a grid, bit by bit. Which
+        ones go on follows from the stored scores alone: equal ones in the order of the runs.
+        """
+        failures: list[Failure] = []
+        dropped: list[Judged] = []
+        points = list(self.points)
+        with hold_run_lock(RunFolder(self.folder.path)):
+            num_rungs = min(map(len, rungs_by_name.values()))
+            for rung in range(num_rungs):
+                is_last = rung == num_rungs - 1
+                judged: list[Judged] = []
+                for number, point in enumerate(points, 1):
+                    step = None if is_last else rungs_by_name[point.name][rung]
+                    try:
+                        outcome = self._finish(point, number, step)
+                    except UserError as error:
+                        failures.append(Failure(point, error.problem))
+                        self.on_line("failed", f"{point.text}: {error.problem}")
+                        continue
+                    if isinstance(outcome, EndedRun):
+                        rest = tuple(points[number - 1 :])
+                        return SweepEnd(outcome.code, (), tuple(failures), rest, tuple(dropped))
+                    judged.append(Judged(point.name, outcome.value, outcome.scores, outcome.step))
+                in_order = sorted(judged, key=lambda run: run.value)
+                if is_last:
+                    break
+                kept = max(1, len(points) // REDUCTION)
+                dropped = [*in_order[kept:], *dropped]
+                kept_names = {run.name for run in in_order[:kept]}
+                points = [point for point in points if point.name in kept_names]
+        return SweepEnd(
+            DONE if judged else 1, tuple(judged), tuple(failures), dropped=tuple(dropped)
+        )
+
+    def _finish(self, point: Point, number: int, step: int | None = None) -> Score | EndedRun:
+        """The score of a run, trained and judged where it is not; the run where the user has stopped it.
+
+        `step`: of a rung, after which the run waits; None: it trains to its end, and its best checkpoint is judged.
+        """
+        folder = self.folder.run(point)
+        path = self.folder.score_file(point, self.metric, step)
         stored_score = self.folder.read_score(path, self.metric)
         if stored_score is not None:
             return stored_score
-        ended_run = self._train(point, number)
-        if ended_run.code != DONE:
-            return ended_run
+        if step is None or step not in saved_steps(folder.checkpoints):
+            ended_run = self._train(point, number, step)
+            if ended_run is not None:
+                return ended_run
         progress(f"{self._title(point, number)}: evaluating")
-        score = judge(self.folder.run(point), devices=self.devices)
+        score = judge(folder, step="best" if step is None else str(step), devices=self.devices)
         self.folder.write_score(path, score)
         seconds = seconds_of(self.folder.run(point))
         self.on_line(
@@ -111,13 +156,18 @@ class Sweep:
         )
         return score
 
-    def _train(self, point: Point, number: int) -> EndedRun:
-        """Starts the run, or resumes it; returns at once where it is done. Raises UserError."""
+    def _train(self, point: Point, number: int, stop_at: int | None) -> EndedRun | None:
+        """Starts the run, or resumes it, up to a step or to its end; None once it is there.
+
+        The run where the user has stopped it. Raises UserError.
+        """
         folder = self.folder.run(point)
         steps: int | None = None
+        user_stopped = False
 
-        def watch(event: Event, _requests: StopRequests) -> None:
-            nonlocal steps
+        def watch(event: Event, requests: StopRequests) -> None:
+            nonlocal steps, user_stopped
+            user_stopped = requests.stop_requested
             if isinstance(event, RunStarted):
                 steps = event.steps or None
             if not isinstance(event, RunStarted | Phase | StepDone):
@@ -127,21 +177,28 @@ class Sweep:
 
         progress(f"{self._title(point, number)}: starting")
         if is_run(folder.path):
-            return resume(
+            ended_run = resume(
                 folder.path,
                 devices=self.devices,
                 quiet=True,
                 watch=watch,
                 own_recipe=point.recipe.recipe,
+                stop_at=stop_at,
             )
-        return start(
-            point.recipe,
-            run_dir=folder.path,
-            devices=self.devices,
-            quiet=True,
-            watch=watch,
-            measure=self.measure,
-        )
+        else:
+            ended_run = start(
+                point.recipe,
+                run_dir=folder.path,
+                devices=self.devices,
+                quiet=True,
+                watch=watch,
+                measure=self.measure,
+                stop_at=stop_at,
+            )
+        is_there = ended_run.code == DONE
+        if ended_run.code == STOPPED and stop_at is not None and not user_stopped:
+            is_there = stop_at in saved_steps(folder.checkpoints)
+        return None if is_there else ended_run
 
     def _title(self, point: Point, number: int) -> str:
         return f"run {number} of {len(self.points)} ({point.text})"

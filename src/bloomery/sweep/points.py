@@ -104,6 +104,24 @@ def _value_at(sections: Mapping[str, Any], key: str) -> Any:
     return value
 
 
+REDUCTION = 3  # of the runs from one rung to the next: eta of Li et al. 2018
+
+
+def rungs_of(steps: int, runs: int) -> list[int]:
+    """The steps after which successive halving compares its runs, the last one the whole length.
+
+    Each rung trains three times as long as the one before it, and a third of the runs goes on to it (Jamieson and
+    Talwalkar 2016, "Non-stochastic best arm identification and hyperparameter optimization", with the reduction of Li
+    et al. 2018, "A system for massively parallel hyperparameter tuning", which names the rungs of ASHA). One run trains
+    at a time here, so that nothing is gained by promoting before a rung is complete, as ASHA does.
+    """
+    rungs = [steps]
+    while runs >= REDUCTION and rungs[0] >= REDUCTION:
+        runs //= REDUCTION
+        rungs.insert(0, rungs[0] // REDUCTION)
+    return rungs
+
+
 def _folder_name(settings: Mapping[str, str]) -> str:
     """Such as learning_rate-1e-4-rank-8, without a character that a shell or an override would read.
 

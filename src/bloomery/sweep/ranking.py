@@ -10,11 +10,15 @@ from bloomery.evals.statistics import CONFIDENCE, Estimate, Scores, compare_scor
 @final
 @dataclass(frozen=True)
 class Judged:
-    """A run with its figure. `scores`: of its items, the same ones for all runs; None where only the mean is known."""
+    """A run with its figure after `step` steps.
+
+    `scores`: of its items, the same ones for all runs; None where only the mean is known.
+    """
 
     name: str
     value: float
     scores: Scores | None = None
+    step: int = 0
 
     def same_items(self, other: "Judged") -> bool:
         """Whether both were judged by items of the same weights, so that their difference can be tested."""
