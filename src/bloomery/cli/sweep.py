@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     type=click.Choice(["grid", "random", "halving"]),
     default="grid",
     show_default=True,
-    help="Run all combinations, draw some, or stop the worse ones early.",
+    help="Run all combinations, draw some, or stop worse ones early.",
 )
 @click.option(
     "--runs", type=click.IntRange(2), metavar="N", help="Draw N combinations. [default: 10]"
