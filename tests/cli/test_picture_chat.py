@@ -136,6 +136,7 @@ def test_rows_of_several_formats_are_answered_in_order(folder, answers, monkeypa
     [
         (["--data", "talk.jsonl", "--prompt", "a"], "--data has its own prompts"),
         (["--prompt", "a", "--image", "none.png"], "file cannot be read"),
+        (["--prompt", "a", "--image", "https://a.b/c.png"], "the image is on the network"),
         (["--prompt", "a", "--image", "bad.png"], "the file is damaged"),
         (["--prompt", "a", "--image", "talk.txt"], "the file is none of JPEG"),
         (["--data", "bad.jsonl"], "is damaged"),

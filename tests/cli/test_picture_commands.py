@@ -6,6 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from bloomery.cli import cli
+from bloomery.core.errors import UserError
 from pictures_for_tests import BLUE, RED, TEXT, png, prepared_rows, row
 
 
@@ -66,3 +67,32 @@ def test_prepare_tells_why_a_long_conversation_with_pictures_is_left_out(worksho
     assert "left out: 1 conversation with pictures, which do not fit" in output
     assert "left out: 1 conversation with pictures, longer than data.sequence_length" in output
     assert "masked" not in output.partition("left out")[2]
+
+
+def test_preview_shows_a_row_whose_picture_is_missing_and_goes_on(workshop):
+    gone = row({"type": "image", "image": "gone.png"}, TEXT)
+    (workshop / "rows" / "train.jsonl").write_text(
+        "".join(json.dumps(each) + "\n" for each in (gone, row(RED, TEXT, answer="red")))
+    )
+    output = typed("prepare", "recipe.yaml", "--preview", "2", "data.on_error=skip")
+    assert "left out: names a picture that is not there" in output
+    assert "⟦red<|im_end|>" in output.replace("¦", "")
+
+
+@pytest.mark.parametrize("preview", [(), ("--preview", "1")])
+def test_a_dataset_of_which_every_row_is_skipped_names_the_cure_of_the_first(workshop, preview):
+    link = row({"type": "image", "image": "https://a.b/c.png"}, TEXT)
+    (workshop / "rows" / "train.jsonl").write_text(json.dumps(link) + "\n")
+    with pytest.raises(
+        UserError, match=r"1 row skipped, the first: .* is on the network"
+    ) as caught:
+        typed("prepare", "recipe.yaml", "data.on_error=skip", *preview)
+    assert caught.value.fix.startswith("download it into the dataset's folder")
+
+
+def test_check_takes_the_same_question_about_another_picture_for_another_row(workshop):
+    rows = [row(picture, TEXT, answer="red") for picture in (RED, BLUE, RED)]
+    (workshop / "rows" / "train.jsonl").write_text(
+        "".join(json.dumps(each) + "\n" for each in rows)
+    )
+    assert "repeated   1 of 3 conversations" in typed("prepare", "recipe.yaml", "--check")

@@ -63,6 +63,7 @@ REFUSED = {
         saved(FRAMES[0], "WEBP", save_all=True, append_images=FRAMES[1:]),
         "animated",
     ),
+    "a photo of a phone": (b"\0\0\0\x18ftypheic" + bytes(40), "a HEIC photo, .*: save it as JPEG"),
     "a line": (saved(Image.new("RGB", (3000, 2))), "one side is over"),
 }
 

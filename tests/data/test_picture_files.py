@@ -205,6 +205,11 @@ def test_captions_that_are_refused(folder, row, problem):
         examples(folder({"a.png": RED, "rows.jsonl": json.dumps(row)}))
 
 
+def test_a_photo_of_a_phone_beside_a_text_is_not_passed_over(folder):
+    files = {"a.png": RED, "a.txt": "A red box.", "b.HEIC": b"photo", "b.txt": "A cat."}
+    assert [answer for (_, answer), _ in examples(folder(files))] == ["A red box.", "A cat."]
+
+
 def test_a_link_beside_a_text_leaves_it_a_text(folder):
     row = {"image": "https://a.b/c.png", "text": "An article."}
     path = folder({"rows.jsonl": json.dumps(row)})

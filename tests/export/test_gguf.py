@@ -358,6 +358,18 @@ def test_an_export_whose_merges_are_lost_is_refused(
     assert not (tmp_path / "out.gguf").exists()
 
 
+def test_a_tokenizer_without_merges_is_refused_before_a_file_is_written(tmp_path: Path) -> None:
+    files = find_model(saved_case("llama3-gqa-tied", tmp_path / "source"))
+    path = tmp_path / "source" / "tokenizer.json"
+    description = json.loads(path.read_text())
+    description["model"]["merges"] = []
+    path.write_text(json.dumps(description))
+    with pytest.raises(UserError, match="the tokenizer has no merges") as caught:
+        export_gguf(files, tmp_path / "out.gguf", kind="f32")
+    assert "--to merged" in caught.value.fix
+    assert not (tmp_path / "out.gguf").exists()
+
+
 @pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8_0", "q4_0"])
 @pytest.mark.parametrize("harm", ["one number", "two rows", "two tensors"])
 def test_an_export_with_other_numbers_is_refused(

@@ -11,6 +11,7 @@ from bloomery.model.configs import headers_of
 from bloomery.model.io.stored import vision_tensors
 from bloomery.plan.estimate.towers import TowerMemory, tower_flops
 from bloomery.plan.gather import prepared_facts
+from bloomery.plan.notes import plan_notes
 from bloomery.plan.page import picture_lines
 from bloomery.plan.pictures import step_pictures, tower_in
 from bloomery.plan.resolve import local_facts, resolve, step_shape
@@ -130,3 +131,11 @@ def test_a_picture_of_both_answers_is_read_once(tmp_path):
     assert facts.pictures.mean.patches * facts.sequences_per_epoch == 4 * 8
     assert facts.pictures.mean.features * facts.sequences_per_epoch == 8 * 2
     assert guessed.pictures == facts.pictures
+
+
+def test_a_random_model_lacks_no_weights(tmp_path):
+    prepared_rows(tmp_path, [row(RED, TEXT)] * 4)
+    overrides = ["data.prepared=elsewhere", "model.from=random:qwen3-vl"]
+    loaded = load_recipe(tmp_path / "recipe.yaml", overrides)
+    notes = list(plan_notes(loaded.recipe, resolve(loaded, local_facts(loaded)), is_local=True))
+    assert not [note for note in notes if "no weights" in note]

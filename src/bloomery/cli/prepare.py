@@ -295,7 +295,8 @@ def _preview(loaded_recipe: "LoadedRecipe", folder: Path, num_documents: int) ->
         for number, picture in enumerate(document.pictures, start=1):
             size = f"{picture.width:,} x {picture.height:,} pixels"
             echo(f"picture {number}  {size} · {picture.tokens:,} tokens")
-        console.print(_colored(document), soft_wrap=True)
+        if document.ids:
+            console.print(_colored(document), soft_wrap=True)
         console.print()
     if any(document.loss_mask is not None for document in documents):
         legend = Text.assemble(("loss on", _LOSS_STYLES[0]), (" · masked", _MASKED_STYLES[0]))

@@ -242,6 +242,12 @@ def _describe_vocabulary(writer: Any, tokenizer: Tokenizer, config: ModelConfig)
     known = vocabulary(
         tokenizer.description, config.vocab_size, where="tokenizer.json", merged=merged
     )
+    if known.model != "llama" and not known.merges:
+        raise UserError(
+            "the tokenizer has no merges, and llama.cpp opens no file without them",
+            where="tokenizer.json",
+            fix="use --to hf or --to merged; models of random: have such a tokenizer, published ones do not",
+        )
     writer.add_tokenizer_model(known.model)
     writer.add_tokenizer_pre(known.pre)
     writer.add_token_list(known.tokens)

@@ -102,7 +102,11 @@ PICTURES = (
 )
 # Of `datasets`' folders of pictures: in a table beside them. Elsewhere a file may be of any kind.
 PICTURE_FILES = ("file_name", "file_names")
-PICTURE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+# HEIC is not read: a photo of a phone is named, so that it is refused rather than passed over.
+PICTURE_SUFFIXES = (
+    *(".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"),
+    *(".heic", ".heif"),
+)
 # Those of sound and video, and of pictures that a rejected response alone would see: no model trains on them here.
 UNREAD_MEDIA = ("videos", "video", "audios", "audio", "rejected_images")
 MEDIA = (*PICTURES, *UNREAD_MEDIA)

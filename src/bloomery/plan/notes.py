@@ -14,6 +14,7 @@ from bloomery.plan.gather import (
 )
 from bloomery.plan.made import ASSUMED
 from bloomery.plan.types import RunPlan
+from bloomery.random_models import is_random
 from bloomery.recipe.schema import Recipe
 
 
@@ -34,7 +35,8 @@ def plan_notes(recipe: Recipe, plan: RunPlan, *, is_local: bool) -> Iterator[str
         if cached_model(name) is None:
             yield f"{name} is not downloaded: shape from a table; `train` downloads it"
     for name in models:
-        if not is_hub_id(name) and is_bare(local_model(name)):
+        # `train` makes the weights of a random model.
+        if not is_random(name) and not is_hub_id(name) and is_bare(local_model(name)):
             yield f"no weights in {name}: `bloomery train` would fail"
     yield from unread_data_notes(recipe)
     for columns in unread_columns(recipe):

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -192,6 +193,13 @@ class PictureEncoder:
 
     def reference(self, path: Path) -> str:
         """A data URL of a file's picture as it is now, for `Message.pictures`. Raises UserError."""
+        address = re.match(r"(https?):/", str(path))  # a path has one slash of the two
+        if address is not None:
+            raise UserError(
+                f"the image is on the network ({address[1]}), and nothing is fetched",
+                where=str(path),
+                fix="download it, and name its file",
+            )
         content = base64.b64encode(read_input(path, MAX_BYTES)).decode("ascii")
         try:
             (picture,) = self.encode([OWN_DATA + content], str(path))

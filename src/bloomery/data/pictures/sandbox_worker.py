@@ -17,6 +17,8 @@ from bloomery.data.pictures.references import MAX_PIXELS
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 # Written by cameras, browsers and programs as they are; others are written anew.
 KEPT_FORMATS = ("JPEG", "PNG", "WEBP")
+# How files of phones name themselves behind `ftyp`, of which a photo has more kinds than one.
+HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 MAX_RATIO = 200  # of the sides: processors refuse more
 MEMORY_BYTES = 3 * 2**30
 CPU_SECONDS = 10.0  # for one picture
@@ -56,7 +58,11 @@ def normalized(content: bytes, *, plain: bool = False) -> tuple[bytes, tuple[int
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise Refused(f"has more than {MAX_PIXELS:,} pixels") from None
     except Image.UnidentifiedImageError:
-        raise Refused(f"is none of {', '.join(FORMATS)}") from None
+        kinds = f"none of {', '.join(FORMATS)}"
+        brand = content[8:12] if content[4:8] == b"ftyp" else b""
+        if brand in HEIC_BRANDS:
+            raise Refused(f"is a HEIC photo, {kinds}: save it as JPEG") from None
+        raise Refused(f"is {kinds}") from None
     except Exception as error:  # a decoder may raise any exception
         reason = " ".join(str(error).split())[:120] or type(error).__name__
         raise Refused(f"is damaged: {reason}") from None

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import open_input, write_durably
-from bloomery.core.units import MIB
+from bloomery.core.units import MIB, counted
 from bloomery.data.chat.written import PartCounts, added
 from bloomery.data.examples import BadRow, num_pictures, texts_of
 from bloomery.data.pictures.encoder import vision_source
@@ -305,12 +305,18 @@ def untokenised() -> UserError:
     )
 
 
-def no_documents(datasets: list[Dataset], skipped: int, first_skipped: str) -> UserError:
-    rows = f"; {skipped} rows skipped, the first: {first_skipped}" if skipped else ""
+def no_documents(
+    datasets: list[Dataset], skipped: int, first_skipped: str, first_fix: str = ""
+) -> UserError:
+    """`first_fix`: the cure of the first row that was skipped, where it is known."""
+    where = f"data: {', '.join(dataset.path for dataset in datasets)}"
+    if not skipped:
+        fix = "add text, or set data.path and data.glob"
+        return UserError("the dataset is empty", where=where, fix=fix)
     return UserError(
-        f"the dataset is empty{rows}",
-        where=f"data: {', '.join(dataset.path for dataset in datasets)}",
-        fix="add text, or set data.path and data.glob",
+        f"nothing to train on: {counted(skipped, 'rows')} skipped, the first: {first_skipped}",
+        where=where,
+        fix=first_fix.removesuffix(", or set data.on_error=skip") or "correct the rows",
     )
 
 
@@ -399,12 +405,20 @@ class Preparation:
         )
 
     def first_documents(self, count: int) -> Iterator[tuple[SplitName, Document]]:
-        """The first documents of each train source, at most `count` in total. Call `begin` before."""
+        """The first documents of each train source, at most `count` in total. Call `begin` before.
+
+        Raises UserError where all sources were asked and none has any.
+        """
+        is_empty = True
         for source in range(self._num_train):
             share = count // self._num_train + (source < count % self._num_train)
             start = PrepareJournal(identity="", sources="")
             tasks = self._tasks(start, only_source=source) if share else ()
-            yield from islice((entry for task in tasks for entry in task.documents), share)
+            for entry in islice((entry for task in tasks for entry in task.documents), share):
+                is_empty = False
+                yield entry
+        if is_empty and count >= self._num_train:
+            raise self._no_documents(self._summary)
 
     def run(self) -> Manifest:
         tokenizer = self.begin()
@@ -491,6 +505,7 @@ class Preparation:
             self._datasets,
             stats.skipped + journal.failed,
             stats.first_skipped or journal.first_failed,
+            stats.first_fix,
         )
 
     def _tasks(

@@ -22,6 +22,7 @@ from bloomery.data.shards import (
     Manifest,
     ShardKind,
     Split,
+    StoredPictures,
     open_split,
     read_manifest,
 )
@@ -74,10 +75,21 @@ def duplicates(split: Split) -> float:
     """Share of the first documents that repeat one before them, token for token."""
     num_within = int(np.searchsorted(split.bounds, SAMPLE_TOKENS, side="right"))
     count = min(len(split), SAMPLE_DOCUMENTS, max(1, num_within))
+    pictures = split.pictures
     digests = {
-        blake2b(split.document(index).tobytes(), digest_size=16).digest() for index in range(count)
+        blake2b(split.document(index).tobytes(), digest_size=16).digest()
+        + (b"" if pictures is None else _picture_digests(pictures, index))
+        for index in range(count)
     }
     return 1 - len(digests) / max(1, count)
+
+
+def _picture_digests(pictures: StoredPictures, document: int) -> bytes:
+    """What tells the pictures of a document from others: the same question about another one is another row."""
+    return b"".join(
+        blake2b(pictures[number], digest_size=16).digest()
+        for number in pictures.of_document(document)
+    )
 
 
 Lengths = np.ndarray[Any, np.dtype[np.int64]]
@@ -266,6 +278,8 @@ def _texts(split: Split, manifest: Manifest, ends: set[int]) -> tuple[int, int, 
         for index in range(unit * together, (unit + 1) * together):
             ids = split.document(index)
             digest.update(ids.astype(np.uint32).tobytes() + b"|")
+            if split.pictures is not None:
+                digest.update(_picture_digests(split.pictures, index))
             double += manifest.bos_id is not None and ids[:2].tolist() == [manifest.bos_id] * 2
             if split.rows is not None:  # other columns make another row of the same prompt
                 digest.update(split.rows[index])

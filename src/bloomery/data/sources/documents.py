@@ -89,6 +89,7 @@ class ReadStats:
 
     skipped: int = 0
     first_skipped: str = ""
+    first_fix: str = ""  # of the first row skipped
     file: str = ""  # that the last document came from
     bytes_read: int = 0  # sizes of the files that are read
     formats: set[str] = field(default_factory=set)  # of conversations and pairs
@@ -97,7 +98,9 @@ class ReadStats:
 
     def skip(self, bad_row: BadRow) -> None:
         self.skipped += 1
-        self.first_skipped = self.first_skipped or f"{bad_row.where}: {bad_row.reason}"
+        if not self.first_skipped:
+            self.first_skipped = f"{bad_row.where}: {bad_row.reason}"
+            self.first_fix = bad_row.fix or ""
 
 
 @dataclass(frozen=True)
