@@ -26,6 +26,7 @@ SIZES = {
     "vocab_size": 4096,
     "max_positions": 256,
 }
+LORA = {"kind": "lora", "rank": 8, "target_modules": ["all-linear"]}
 CASES: dict[str, dict[str, Any]] = {
     "float32": {"precision": "float32"},
     "bfloat16": {},
@@ -36,9 +37,12 @@ CASES: dict[str, dict[str, Any]] = {
     "int8 states": {"lean": {"state_dtype": "int8"}},
     "offloaded states": {"lean": {"offload": True}},
     "rms norms": {"family": "llama"},
+    # Frozen norms are in half precision, as is what they are given: that is what they keep.
+    "lora": {"family": "llama", "adapter": LORA},
+    "lora, layer norms": {"adapter": LORA},
 }
 
-QUICK = {"float32"}
+QUICK = {"float32", "lora"}
 
 
 def plan_of(case: str) -> RunPlan:

@@ -35,7 +35,7 @@ CASES = {
     "LoRA on nf4": {
         "precision": "bfloat16",
         "adapter": EVERY,
-        "quantize": {"kind": "nf4"},
+        "base": "nf4",
     },
     "many experts": {
         "precision": "bfloat16",

@@ -3,6 +3,7 @@
 They answer in the dtype of the next matmul: cast once here, q, k and v share what they save for backward.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,16 @@ def working_dtype(x: Tensor) -> torch.dtype:
 def widened(x: Tensor) -> Tensor:
     """In float32 at least: what sums and exponentials are computed in."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def as_given(x: Tensor) -> AbstractContextManager[object]:
+    """Without autocast, which on a GPU widens what a norm is given: backward would keep that. Its kernels, which take
+    half precision, compute in float32 in any case.
+    """
+    device = x.device.type
+    if device == "meta" or x.dtype == torch.float32 or not torch.is_autocast_enabled(device):
+        return nullcontext()
+    return torch.autocast(device, enabled=False)
 
 
 class RMSNormFunction(torch.autograd.Function):
@@ -86,7 +97,8 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
 def torch_rms_norm(x: Tensor, gain: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """An `RMSNormOperator`: torch's kernel, which takes input and gain of one dtype."""
     if x.dtype == gain.dtype:
-        return F.rms_norm(x, x.shape[-1:], gain, eps).to(dtype)
+        with as_given(x):
+            return F.rms_norm(x, x.shape[-1:], gain, eps).to(dtype)
     return F.rms_norm(widened(x), x.shape[-1:], widened(gain), eps).to(dtype)
 
 
@@ -128,7 +140,8 @@ class LayerNorm(nn.Module):
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """As `dtype`; None: in the dtype of the next matmul."""
         gain = self.weight + 1 if self.unit_offset else self.weight
-        normed = F.layer_norm(x, self.weight.shape, gain, self.bias, self.eps)
+        with as_given(x) if x.dtype == gain.dtype else nullcontext():
+            normed = F.layer_norm(x, self.weight.shape, gain, self.bias, self.eps)
         return normed.to(dtype or working_dtype(x))
 
 

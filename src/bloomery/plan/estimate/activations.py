@@ -198,8 +198,11 @@ def _norm_bytes(step: StepShape, layer: TrainedLayer) -> float:
 
 
 def _norm_input_bytes(step: StepShape) -> int:
-    """Bytes of a half-precision value that a norm keeps: torch's kernel on a GPU widens it."""
-    return 4 if step.on_gpu and step.mixed and not step.compiled else step.element_bytes
+    """Bytes of a half-precision value that a norm keeps: a GPU's kernel needs it as wide as the gains, which are
+    float32 where they are trained, and under float16.
+    """
+    has_wide_gains = step.mixed and (not step.mode.frozen or step.precision == "float16")
+    return 4 if step.on_gpu and has_wide_gains and not step.compiled else step.element_bytes
 
 
 def _mixer_bytes(step: StepShape, layer: TrainedLayer) -> float:
@@ -407,17 +410,16 @@ def backward_bytes(step: StepShape, layer: TrainedLayer) -> float:
     if gradient_bytes > element_bytes:
         gradient_bytes += element_bytes
     matrix_bytes = float(max(trained_sizes.values(), default=0) * gradient_bytes)
-    if step.mode.quantize_kind != "none":
-        # A dequantized matrix; while it is made there is no result of the matmul yet.
-        expert_sizes = [
-            round(math.prod(stack) / facts.experts.count) if facts.experts else 0
+    is_quantized = step.mode.quantize_kind != "none"
+    if is_quantized and facts.experts is not None:
+        # While the matrix is made there is no result of the matmul yet.
+        sizes_at_once = [
+            round(math.prod(stack) / facts.experts.count)
             for stack in experts.stacked_matrices(facts)
         ]
-        largest = max(*sizes.values(), *expert_sizes)
-        piece = min(largest, DEQUANTIZED_ON_GPU if step.on_gpu else DEQUANTIZED_ON_CPU)
-        product_bytes = tokens * element_bytes * hidden_size
-        matrix_bytes += element_bytes * largest + max(
-            0.0, DEQUANTIZE_SCRATCH_BYTES * piece - product_bytes
+        matrix_bytes += (
+            _dequantized_bytes(step, [*sizes.values(), *sizes_at_once], hidden_size)
+            - tokens * element_bytes * hidden_size
         )
     mlp_values = float(element_bytes * (hidden_size + inner_width))
     stacks = {
@@ -426,9 +428,13 @@ def backward_bytes(step: StepShape, layer: TrainedLayer) -> float:
     if facts.experts is not None:
         mlp_values = experts.passing_bytes_per_token(step, facts, facts.experts)
         matrix_bytes = max(matrix_bytes, float(sum(stacks.values()) * step.layer_gradient_bytes))
+    xielu_bytes = 0
     if step.config.activation == "xielu" and not step.compiled:
-        mlp_values += (XIELU_SCRATCH + (0 if element_bytes == 4 else 8)) * facts.intermediate_size
+        xielu_bytes = (XIELU_SCRATCH + (0 if element_bytes == 4 else 8)) * facts.intermediate_size
+    mlp_values += xielu_bytes
     mlp = tokens * (stream_bytes + mlp_values) + matrix_bytes
+    if is_quantized and facts.experts is None:
+        mlp = matrix_bytes + _quantized_mlp_bytes(step, layer, tokens * xielu_bytes)
 
     # Gradients of the MLP wait while the mixer is differentiated, unless they are accumulated or used at once. A
     # compiled graph returns all gradients of its layer together.
@@ -442,13 +448,71 @@ def backward_bytes(step: StepShape, layer: TrainedLayer) -> float:
         waiting_values = layer.trainable_values
     elif step.accumulating or step.mode.fused_backward:
         waiting_values = 0
+    scratch_bytes = mixer_scratch(step, layer)
+    if is_quantized:  # the projections are differentiated before and after the operator
+        projections = [size for name, size in sizes.items() if not name.startswith("mlp.")]
+        scratch_bytes = max(scratch_bytes, _dequantized_bytes(step, projections, hidden_size))
     mixer = (
         tokens * (stream_bytes + element_bytes * _passing_width(layer))
         + waiting_values * step.layer_gradient_bytes
-        + mixer_scratch(step, layer)
+        + scratch_bytes
     )
     # By then what the MLP kept is free.
     return max(mlp, mixer - tokens * _mlp_bytes(step, layer))
+
+
+def _quantized_mlp_bytes(step: StepShape, layer: TrainedLayer, activation_scratch: float) -> float:
+    """Temporary bytes of an MLP of frozen matrices that are dequantized for each product, one at a time.
+
+    N tokens, F values of the inner width, D of the stream; G is the gradient of the stream. In the order of a layer
+    that is recomputed, beside all that the MLP keeps:
+
+    1. down_proj forward, the end of the recomputation: G, its matrix, and either scratch of the dequantization or the
+       product [N, D]; what an adapter adds to that, [N, D], and the mixer's result [N, D], which the block holds.
+    2. down_proj backward, first its frozen part: G, its matrix, and either scratch or the gradient [N, F]. Under
+       float16 a copy of G in half precision.
+    3. The adapter's gradient [N, F] beside that one and their sum; down_proj's input [N, F] is free by then, if it was
+       kept. Then the gradient that enters the product with the gate, [N, F], beside both that leave it.
+    4. gate_proj and up_proj backward: as 2, but what the activation kept is free, as many [N, F] as their gradients
+       and more, so that this is never the largest.
+
+    The matrix and the gradients of 3 are never there together. Without recomputation 1 is a moment of forward, when G
+    is not there.
+    """
+    facts = layer.layer
+    config = step.config
+    is_adapted = layer.adapter_rank("mlp.down_proj") > 0
+    value_bytes = step.tokens_per_micro_batch * step.element_bytes
+    stream_bytes = float(step.tokens_per_micro_batch * config.hidden_size * step.residual_bytes)
+    sizes = [matrix.size for matrix in facts.matrices if matrix.name.startswith("mlp.")]
+
+    forward = _dequantized_bytes(step, sizes, config.hidden_size)
+    forward += (2 if is_adapted else 1) * value_bytes * config.hidden_size
+    if step.checkpointing != "none":
+        forward += stream_bytes
+
+    down_proj = stream_bytes + _dequantized_bytes(step, sizes, facts.intermediate_size)
+    if step.residual_bytes > step.element_bytes:
+        down_proj += value_bytes * config.hidden_size
+
+    # Of a plain MLP relu keeps what down_proj reads.
+    frees_inner = _keeps_input(step, layer, "down_proj") and (
+        facts.gated_mlp or config.activation != "relu"
+    )
+    num_gradients = max(2 if facts.gated_mlp else 1, 2 if is_adapted else 1)
+    num_gradients += 0 if frees_inner else 1
+    gradients = stream_bytes + num_gradients * value_bytes * facts.intermediate_size
+    return max(forward, down_proj, gradients + activation_scratch)
+
+
+def _dequantized_bytes(step: StepShape, sizes: Sequence[int], product_width: int) -> float:
+    """Bytes of the largest of these matrices as floats, and of its product, or while there is none, of scratch."""
+    largest = max(sizes, default=0)
+    piece = min(largest, DEQUANTIZED_ON_GPU if step.on_gpu else DEQUANTIZED_ON_CPU)
+    product_bytes = step.tokens_per_micro_batch * step.element_bytes * product_width
+    return float(
+        step.element_bytes * largest + max(DEQUANTIZE_SCRATCH_BYTES * piece, product_bytes)
+    )
 
 
 def _passing_width(layer: TrainedLayer) -> int:
