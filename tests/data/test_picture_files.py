@@ -12,6 +12,7 @@ from bloomery.core.units import MIB
 from bloomery.data.examples import PICTURE, BadRow, pictures_of
 from bloomery.data.sources import picture_files
 from bloomery.data.sources.documents import ReadStats, open_dataset, read_documents
+from bloomery.data.sources.files import unread_files
 from bloomery.data.sources.picture_files import read_webdataset
 from bloomery.recipe.schema import Source
 from pictures_for_tests import png
@@ -208,6 +209,16 @@ def test_captions_that_are_refused(folder, row, problem):
 def test_a_photo_of_a_phone_beside_a_text_is_not_passed_over(folder):
     files = {"a.png": RED, "a.txt": "A red box.", "b.HEIC": b"photo", "b.txt": "A cat."}
     assert [answer for (_, answer), _ in examples(folder(files))] == ["A red box.", "A cat."]
+
+
+def test_a_picture_without_a_text_among_captions_is_told(folder):
+    path = folder({"a.png": RED, "a.txt": "A red box.", "x/b.jpg": BLUE})
+    told = unread_files(Source(path=str(path)), rows=True)
+    assert (
+        told == "1 picture without a text, not trained on, the first x/b.jpg: write b.txt beside it"
+    )
+    (path / "x" / "b.txt").write_text("A blue box.")
+    assert unread_files(Source(path=str(path)), rows=True) is None
 
 
 def test_a_link_beside_a_text_leaves_it_a_text(folder):

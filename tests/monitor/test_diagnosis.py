@@ -99,6 +99,12 @@ CASES = {
         "the steps wait for data (40% of step time, 200 ms per step)",
         "data.prefetch",
     ),
+    "data with pictures": (
+        steady(data_wait_seconds=0.2),
+        replace(GPU, has_pictures=True),
+        "the steps wait for data (40% of step time, 200 ms per step)",
+        "store large pictures smaller",
+    ),
     "crowded": (
         [
             e

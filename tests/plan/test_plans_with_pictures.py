@@ -16,6 +16,7 @@ from bloomery.plan.page import picture_lines
 from bloomery.plan.pictures import step_pictures, tower_in
 from bloomery.plan.resolve import local_facts, resolve, step_shape
 from bloomery.recipe.load import load_recipe
+from bloomery.view.planned_figures import diagnosis_facts
 from pictures_for_tests import BLUE, RED, TEXT, prepared_rows, row
 
 
@@ -53,6 +54,7 @@ def test_pictures_are_counted_before_preparation_as_after_it(tmp_path):
 
     plan = resolve(loaded, local_facts(loaded))
     words = " ".join(picture_lines(plan))
+    assert diagnosis_facts(plan, None).has_pictures
     assert "12 pictures · a 40x60 picture is 2 tokens" in words
     assert "frozen" in words
     tower = tower_in(facts.pictures.raw_config)
@@ -73,6 +75,7 @@ def test_a_text_dataset_is_told_what_pictures_would_be(tmp_path):
     line = " ".join(picture_lines(plan))
     assert line.startswith("none in the dataset; as tokens, one would be: 640x480 ")
     assert plan.dataset.pictures is None
+    assert not diagnosis_facts(plan, None).has_pictures
 
 
 def test_no_note_says_that_a_tower_is_not_read(tmp_path):

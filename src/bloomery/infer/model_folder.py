@@ -424,7 +424,7 @@ def model_folder(run_or_folder: Path, step: str = "best") -> Path:
         raise UserError(
             "no checkpoint yet",
             where=str(checkpoints),
-            fix="wait for the first checkpoint, or continue with `bloomery resume`",
+            fix="wait for the first checkpoint, continue with `bloomery resume`, or name a run of `bloomery runs`",
         )
 
     # A step that was named is the one, or an error.

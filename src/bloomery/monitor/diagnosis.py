@@ -428,13 +428,17 @@ def _rounded(value: float) -> str:
     return f"{float(f'{value:.0e}'):g}"
 
 
-def _data(history: RunHistory, _: PlanFacts) -> Iterator[Diagnosis]:
+def _data(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
     """From the recent steps: the share of their time that waits for batches."""
     waits = [step.data_wait_seconds for step in history.recent]
     share = sum(waits) / max(1e-9, sum(step.step_seconds for step in history.recent))
     if share > DATA:
         evidence = f"{share:.0%} of step time, {median(waits) * 1000:,.0f} ms per step"
         fix = "put the prepared dataset on a local disk (data.prepared=/a/local/folder) and set data.prefetch=16"
+        if (
+            facts.has_pictures
+        ):  # decoding takes longer than reading, and a longer queue does not shorten it
+            fix = "store large pictures smaller, then prepare again: the processor resizes each of them in every epoch"
         yield Diagnosis("data", "the steps wait for data", evidence, fix)
 
 

@@ -45,6 +45,7 @@ class PlanFacts:
     unigram_nats: float | None = None  # entropy of the token frequencies
     bytes_per_token: float | None = None
     duplicates: float | None = None  # share of documents that repeat another one
+    has_pictures: bool = False  # the loader makes patches of them for each batch
     text_tokens: int | None = None  # in the training split
     device: str = "cpu"
     fused_attention: bool | None = None  # whether the device has fused kernels

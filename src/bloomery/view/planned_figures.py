@@ -98,6 +98,7 @@ def diagnosis_facts(plan: RunPlan, machine: Machine | None) -> PlanFacts:
         unigram_nats=stats.unigram_nats if stats and aim.reads_text else None,
         bytes_per_token=stats.bytes_per_token if stats else None,
         duplicates=stats.duplicates if stats else None,
+        has_pictures=plan.dataset is not None and plan.dataset.pictures is not None,
         text_tokens=stats.tokens if stats else None,
         device=train.device,
         fused_attention=None

@@ -7,7 +7,7 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from bloomery.core.errors import UserError, one_line
@@ -252,6 +252,18 @@ def unread_files(source: Source, *, rows: bool = False, key: str = "data.glob=")
     all_names = sorted(_walk(root, None))
     rows = rows or is_row_format(source.format)
     read_names = _recognized(all_names, rows=rows)
+    if rows and read_names and with_pictures_beside(read_names, all_names) == read_names:
+        # Captions beside pictures: one may have been forgotten.
+        stems = {str(PurePosixPath(name).with_suffix("")) for name in read_names}
+        bare = [
+            name
+            for name in all_names
+            if is_picture(name) and str(PurePosixPath(name).with_suffix("")) not in stems
+        ]
+        if bare:
+            number = counted(len(bare), "pictures")
+            text = PurePosixPath(bare[0]).with_suffix(".txt").name
+            return f"{number} without a text, not trained on, the first {bare[0]}: write {text} beside it"
     unread_names = [
         name
         for name in all_names
