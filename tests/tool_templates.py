@@ -41,3 +41,23 @@ MINISTRAL_TEMPLATE = """{{ bos_token }}{% if tools %}[AVAILABLE_TOOLS]{{ tools |
 {%- else %}{{ m.content or "" }}
 {%- for c in m.tool_calls or [] %}[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}{% endfor %}
 {{- eos_token }}{% endif %}{% endfor %}"""
+LFM_TEMPLATE = """{%- if tools %}<|im_start|>system\nList of tools: {{ tools | tojson }}<|im_end|>\n{% endif %}
+{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or "" }}
+{%- for c in m.tool_calls or [] %}{{ "<|tool_call_start|>[" if loop.first else ", " }}{{ c.function.name }}(
+{%- for key, value in c.function.arguments.items() %}{{ ", " if not loop.first else "" }}{{ key }}=
+{%- if value is string %}'{{ value }}'{% else %}{{ value | string }}{% endif %}{% endfor %})
+{%- if loop.last %}]<|tool_call_end|>{% endif %}
+{%- endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+OLMO_TEMPLATE = """{%- if tools %}<|im_start|>system\n<functions>{{ tools | tojson }}</functions><|im_end|>\n{% endif %}
+{%- for m in messages %}<|im_start|>{{ "environment" if m.role == "tool" else m.role }}\n{{ m.content or "" }}
+{%- for c in m.tool_calls or [] %}{{ "<function_calls>" if loop.first else "\n" }}{{ c.function.name }}(
+{%- for key, value in c.function.arguments.items() %}{{ ", " if not loop.first else "" }}{{ key }}=
+{{- value | tojson }}{% endfor %})
+{%- if loop.last %}</function_calls>{% endif %}
+{%- endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""

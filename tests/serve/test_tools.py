@@ -20,7 +20,13 @@ from bloomery.infer.grammar import JsonGrammars
 from bloomery.infer.sampling import Sampling
 from bloomery.serve.tools import AnswerRules, answer_grammar
 from models_for_tests import make_chat_model
-from tool_templates import GLM_TEMPLATE, MINISTRAL_TEMPLATE, QWEN_XML_TEMPLATE
+from tool_templates import (
+    GLM_TEMPLATE,
+    LFM_TEMPLATE,
+    MINISTRAL_TEMPLATE,
+    OLMO_TEMPLATE,
+    QWEN_XML_TEMPLATE,
+)
 
 LONG = replace(LIMITS, context=2048, new_tokens=400)
 
@@ -75,10 +81,11 @@ TYPED = {
         },
     },
 }
-HERMES, QWEN_XML, GLM, MISTRAL, MINISTRAL, LLAMA = (forms[0] for forms in FORMS.values())
+HERMES, QWEN_XML, GLM, MISTRAL, MINISTRAL, LFM, OLMO, LLAMA = (forms[0] for forms in FORMS.values())
 GLM_CLOSE = FORMS["GLM 4.5 and later"][1]  # without line breaks
 MARKS = ("[TOOL_CALLS]", "[ARGS]", "[INST]", "[/INST]", "<tool_call>", "</tool_call>")
 MARKS += ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+MARKS += ("<|tool_call_start|>", "<|tool_call_end|>")
 LLAMA_TEMPLATE = """{% for m in messages %}<|im_start|>{{ m.role }}
 {% if tools and loop.first %}{{ tools | tojson }}{% endif %}
 {% if m.tool_calls %}{% set f = m.tool_calls[0].function %}
@@ -239,6 +246,8 @@ class TestTools:
             (QWEN_XML_TEMPLATE, QWEN_XML),
             (GLM_TEMPLATE, GLM),
             (MINISTRAL_TEMPLATE, MINISTRAL),
+            (LFM_TEMPLATE, LFM),
+            (OLMO_TEMPLATE, OLMO),
         ],
     )
     def test_the_other_forms(self, tmp_path: Path, template: str, form: ToolFormat) -> None:
@@ -416,6 +425,24 @@ class TestTools:
                 "So:",
                 [("f", {"n": 1, "text": "[ARGS]{"}), ("g", {})],
             ),
+            (
+                LFM,
+                """So:<|tool_call_start|>[f(text='a "b" it\\\'s) \\n', n=None, on=True), g(), f("""
+                """many=['x', {"y": None}], text="True)"), h(a=-1.5, b = 2)]<|tool_call_end|>""",
+                "So:",
+                [
+                    ("f", {"text": 'a "b" it\'s) \n', "n": None, "on": True}),
+                    ("g", {}),
+                    ("f", {"many": ["x", {"y": None}], "text": "True)"}),
+                    ("h", {"a": -1.5, "b": 2}),
+                ],
+            ),
+            (
+                OLMO,
+                'So:<function_calls>f(text="a=b, c", on=true)\ng()</function_calls>',
+                "So:",
+                [("f", {"text": "a=b, c", "on": True}), ("g", {})],
+            ),
             (LLAMA, "Hello {you}", "Hello {you}", []),
             (LLAMA, '{"ok": {"a": 1}}', '{"ok": {"a": 1}}', []),
         ],
@@ -482,7 +509,7 @@ class TestTools:
 
     # Qwen's <tool_call> is an added token, and not special
     @pytest.mark.parametrize("special", [True, False])
-    @pytest.mark.parametrize("form", [HERMES, QWEN_XML, GLM, GLM_CLOSE, MISTRAL, MINISTRAL])
+    @pytest.mark.parametrize("form", [HERMES, QWEN_XML, GLM, GLM_CLOSE, MISTRAL, MINISTRAL, OLMO])
     def test_a_grammar_takes_the_call_as_the_tokenizer_writes_it(
         self, tmp_path: Path, form: ToolFormat, special: bool
     ) -> None:
@@ -578,6 +605,45 @@ class TestTools:
         ):
             rules = AnswerRules([tool], required=True)
             grammars.follow(answer_grammar(rules, QWEN_XML, tokenizer, [end]))
+
+    @pytest.mark.parametrize(
+        "call", ["f(text='a", "f('a')", "f(text=a b)", "f(n=1, text=[(2])", "f(text='a' n)"]
+    )
+    def test_a_call_as_in_python_that_is_none_has_arguments_that_are_no_json(
+        self, call: str
+    ) -> None:
+        _, [found] = calls_in(f"<|tool_call_start|>[{call}]<|tool_call_end|>", LFM, [TYPED])
+        assert found.name == "f"
+        with pytest.raises(json.JSONDecodeError):
+            json.loads(found.arguments)
+
+    @pytest.mark.parametrize("form", [LFM, OLMO])
+    def test_commas_stand_between_the_arguments_that_are_written(
+        self, tmp_path: Path, form: ToolFormat
+    ) -> None:
+        tokenizer = load_tokenizer(make_chat_model(tmp_path / "chat", *MARKS))
+        end = tokenizer.id_of("<|im_end|>")
+        opening = form.opening + form.before
+        with closing(JsonGrammars(tokenizer, tokenizer.vocab_size, [end])) as grammars:
+            rules = AnswerRules([TYPED, CLOCK], required=True)
+            grammar = answer_grammar(rules, form, tokenizer, [end])
+            for arguments, is_right in (
+                ("", True),
+                ('text="a"', True),
+                ("n=3, on=true", True),
+                ('text="a", many=["x"], either=2', True),
+                (", n=3", False),
+                ("n=3 on=true", False),
+                ("n=3, ", False),
+                ('n="a"', False),
+            ):
+                follow, taken = grammars.follow(grammar), True
+                for token in (*tokenizer.encode(f"{opening}f({arguments}){form.closing}"), end):
+                    taken = bool(follow.masked(torch.zeros(tokenizer.vocab_size))[token] == 0)
+                    if not taken:
+                        break
+                    follow.take(token)
+                assert taken == is_right, arguments
 
     def test_rules_of_a_text_without_quotes_bind_no_strict_tool(self, tmp_path: Path) -> None:
         tokenizer = load_tokenizer(make_chat_model(tmp_path / "chat"))

@@ -67,7 +67,6 @@ def _call_rules(
     rules: AnswerRules, form: ToolFormat, tokenizer: Tokenizer, ends: Sequence[int]
 ) -> list[str]:
     opening = _marker(form.opening, tokenizer)
-    closing = _marker(form.closing.strip(), tokenizer)
     lines = list[str]()
     for number, tool in enumerate(rules.tools):
         function = tool["function"]
@@ -87,8 +86,7 @@ def _call_rules(
         lines.append(f"call_{number}: {before} {json.dumps(function['name'])} {after} {rule} {end}")
     lines.append("call: " + " | ".join(f"call_{number}" for number in range(len(rules.tools))))
     lead = _markup(form.before, tokenizer)
-    space = form.closing.removesuffix(form.closing.strip())
-    end = f"{json.dumps(space)} {closing}" if space else closing
+    end = _markup(form.closing, tokenizer)
     between = _markup(form.between, tokenizer)
     if not form.opening:
         return [*lines, "calls: call"]
@@ -123,18 +121,31 @@ class _ParameterRules:
         begin, middle = (
             _markup(mark, self.tokenizer) for mark in (self.marks.before, self.marks.between)
         )
-        lines, order = list[str](), list[str]()
+        lines, order = list[str](), list[tuple[str, bool]]()
         for place, (name, schema) in enumerate(properties.items()):
             lines += self._value(f"{rule}_{place}", f"{begin} {json.dumps(name)} {middle}", schema)
-            order.append(f"{rule}_{place}" + ("" if name in required else "?"))
+            order.append((f"{rule}_{place}", name in required))
         # Others are written where the schema asks for them, or says nothing of its arguments.
         further = self.schema.get("additionalProperties", not properties)
+        last = '""'
+        separator = json.dumps(self.marks.separator)
         if further is not False:
-            lines += self._value(
-                f"{rule}_other", f"{begin} /[A-Za-z0-9_.-]{{1,64}}/ {middle}", further
-            )
-            order.append(f"{rule}_other*")
-        return [*lines, f"{rule}: " + (" ".join(order) or '""')]
+            other = f"{rule}_other"
+            lines += self._value(other, f"{begin} /[A-Za-z0-9_.-]{{1,64}}/ {middle}", further)
+            last = f"({separator} {other})*"
+            lines.append(f"{rule}_begin_{len(order)}: ({other} {last})?")
+        else:
+            lines.append(f'{rule}_begin_{len(order)}: ""')
+        lines.append(f"{rule}_more_{len(order)}: {last}")
+        # A separator stands before each but the first that is written.
+        for place, (name, is_required) in reversed(list(enumerate(order))):
+            begins = f"{name} {rule}_more_{place + 1}"
+            goes_on = f"{separator} {begins}"
+            if not is_required:
+                begins += f" | {rule}_begin_{place + 1}"
+                goes_on += f" | {rule}_more_{place + 1}"
+            lines += [f"{rule}_begin_{place}: {begins}", f"{rule}_more_{place}: {goes_on}"]
+        return [*lines, f"{rule}: {rule}_begin_0"]
 
     def _value(self, rule: str, head: str, schema: object) -> list[str]:
         """A parameter with its marks. A value that may be a string is any text up to the mark."""
@@ -143,10 +154,10 @@ class _ParameterRules:
         allowed = [described["const"]] if "const" in described else described.get("enum")
         if allowed == []:
             raise unsupported_schema("an enum without values")
-        if isinstance(allowed, list):
+        if isinstance(allowed, list) and not self.marks.quote:
             choices = " | ".join(json.dumps(value_text(value)) for value in allowed)
             return [f"{rule}: {head} ({choices}) {after}"]
-        if "string" not in kinds_of(schema, self.schema):
+        if self.marks.quote or "string" not in kinds_of(schema, self.schema):
             definitions = {
                 key: self.schema[key] for key in ("$defs", "definitions") if key in self.schema
             }

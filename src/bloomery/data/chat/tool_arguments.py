@@ -21,17 +21,27 @@ _PYTHON = {
 @final
 @dataclass(frozen=True)
 class Parameters:
-    """Each argument as `before`, its name, `between`, its value and `after`: strings as they are, others as JSON."""
+    """Each argument as `before`, its name, `between`, its value and `after`, with `separator` between two of them.
+
+    Values are JSON; strings are as they are, or within `quote`.
+    """
 
     before: str
     between: str
     after: str
+    separator: str = ""
+    quote: str = ""
 
     def written(self, arguments: Json) -> str:
-        return "".join(
-            f"{self.before}{name}{self.between}{value_text(value)}{self.after}"
+        return self.separator.join(
+            f"{self.before}{name}{self.between}{self._value(value)}{self.after}"
             for name, value in arguments.items()
         )
+
+    def _value(self, value: object) -> str:
+        if self.quote != "'" or not isinstance(value, str):
+            return json.dumps(value, ensure_ascii=False) if self.quote else value_text(value)
+        return "'" + json.dumps(value, ensure_ascii=False)[1:-1].replace("'", "\\'") + "'"
 
 
 def value_text(value: object) -> str:
@@ -217,6 +227,64 @@ class MarkedArguments:
             text[len(certain) :],
             False,
         )
+
+
+@final
+class KeywordArguments:
+    """Arguments as those of a call in Python, up to the bracket that closes them: `a="x", b=[1, 'y', True]`.
+
+    What no JSON can be made of stays as it is written.
+    """
+
+    _TOKEN = re.compile(
+        r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\w+\s*=|\b(?:True|False|None)\b|\w+|[()\[\]{}]""",
+        re.DOTALL,
+    )
+
+    def __init__(self) -> None:
+        self._pieces = list[str]()
+        self._depth = 0
+        self._quote = ""
+        self._escaped = False
+
+    def read(self, text: str) -> tuple[str, str, bool]:
+        for index, letter in enumerate(text):
+            if self._escaped:
+                self._escaped = False
+            elif self._quote:
+                self._escaped = letter == "\\"
+                self._quote = "" if letter == self._quote else self._quote
+            elif letter in "'\"":
+                self._quote = letter
+            elif letter == ")" and not self._depth:
+                return self.ends_with(text[:index]) + "}", text[index + 1 :], True
+            else:
+                self._depth += (letter in "([{") - (letter in ")]}")
+        self._pieces.append(text)
+        return "", "", False
+
+    def ends_with(self, text: str) -> str:
+        depth = 0
+
+        def as_json(match: re.Match[str]) -> str:
+            nonlocal depth
+            token = match[0]
+            depth += (token in "([{") - (token in ")]}")
+            if token.startswith("'"):
+                inner = re.sub(r'\\(.)|"', _without_single_quotes, token[1:-1], flags=re.DOTALL)
+                return f'"{inner}"'
+            if token.endswith("=") and not depth:
+                return json.dumps(token[:-1].strip(), ensure_ascii=False) + ": "
+            return _PYTHON.get(token, token)
+
+        return "{" + self._TOKEN.sub(as_json, "".join(self._pieces) + text)
+
+
+def _without_single_quotes(match: re.Match[str]) -> str:
+    """An escape or a quote of a text within single quotes, for one within double quotes."""
+    if match[0] == '"':
+        return '\\"'
+    return "'" if match[1] == "'" else match[0]
 
 
 def held(text: str, mark: str) -> int:

@@ -16,6 +16,7 @@ from bloomery.data.chat.tool_arguments import (
     Arguments,
     Json,
     JsonArguments,
+    KeywordArguments,
     MarkedArguments,
     Parameters,
     held,
@@ -79,6 +80,8 @@ class ToolFormat:
         """What reads the arguments of one call."""
         if self.parameters is None:
             return JsonArguments()
+        if self.parameters.quote:
+            return KeywordArguments()
         return MarkedArguments(self.parameters, self.end, self.closing.strip(), schema)
 
 
@@ -132,6 +135,29 @@ FORMS = {
     "Mistral": (_MISTRAL, replace(_MISTRAL, before="[")),
     "Ministral 3": (
         ToolFormat("[TOOL_CALLS]", "", ("", "[ARGS]"), "", "", between="", nine_letters=True),
+    ),
+    "LFM 2.5": (
+        ToolFormat(
+            "<|tool_call_start|>",
+            "[",
+            ("", "("),
+            ")",
+            "]<|tool_call_end|>",
+            Parameters("", "=", "", ", ", quote="'"),
+            several=True,
+            between=", ",
+        ),
+    ),
+    "Olmo 3": (
+        ToolFormat(
+            "<function_calls>",
+            "",
+            ("", "("),
+            ")",
+            "</function_calls>",
+            Parameters("", "=", "", ", ", quote='"'),
+            several=True,
+        ),
     ),
     "Llama 3.1": (ToolFormat("", "", _json_call("parameters"), "}", ""),),
 }
@@ -193,8 +219,15 @@ class ToolParser:
         )
         self._arguments: Arguments = JsonArguments()
         before, after = map(loose, form.name)
-        begins = "{" if form.parameters is None else "<"
+        begins = r"\{"
+        if form.parameters is not None:
+            begins = r"\S" if form.parameters.quote else "<"
         self._head = re.compile(rf'[\s\[,]*{before}([^"<>\n]*?){after}\s*(?={begins})')
+
+        end = rf"[^}}]*{re.escape(form.end)}" if form.parameters is None else ""
+        more = re.escape(form.between.strip()) or r"(?=\w)"
+        closing = re.escape(form.closing.strip())
+        self._after = re.compile(rf"{end}\s*(?:(?P<closing>{closing})|{more})")
 
     def push(self, piece: str) -> list[Delta]:
         """What is certain so far."""
@@ -209,10 +242,11 @@ class ToolParser:
         """What is left at the end: text that began like a call, and was none."""
         text = self._text
         self._text = ""
+        if self._state == "arguments":
+            rest = self._arguments.ends_with(text)
+            return [Delta(call=self.calls - 1, arguments=rest)] if rest else []
         if self._state == "tail" or not text or (self.calls and not text.strip()):
             return []
-        if self._state == "arguments":
-            return [Delta(call=self.calls - 1, arguments=self._arguments.ends_with(text))]
         return [Delta(content=(self.form.opening if self._inside else "") + text)]
 
     def _next(self) -> Delta | None:
@@ -269,12 +303,15 @@ class ToolParser:
         if not self.form.opening:
             self._text = ""
             return None
-        if self.form.several:  # `}`, perhaps after an id, then a comma or the end of the list
-            match = re.match(r"[^}]*\}\s*([,\]])", self._text)
+        if (
+            self.form.several
+        ):  # in JSON an id may follow the arguments; then another call, or the end of the list
+            match = self._after.match(self._text)
             if match is None:
                 return None
             self._text = self._text[match.end() :]
-            self._state, self._inside = ("head", True) if match[1] == "," else ("content", False)
+            is_over = match["closing"] is not None
+            self._state, self._inside = ("content", False) if is_over else ("head", True)
             return Delta()
         start = self._text.find(self.form.closing.strip())
         if start < 0:
