@@ -314,6 +314,45 @@ def test_a_template_that_writes_the_past_another_way_is_refused(tokenizer):
         renderer.continued(turns, [Message("tool", "c")], (), "<|im_end|>")
 
 
+THINKING = """\
+{%- for tool in tools or [] %}{{ tool.function.name }}{% endfor %}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' and (loop.last or KEPT) %}<think>
+{{ m.reasoning_content or '' }}
+</think>
+{% endif %}{{ m.content }}
+{%- for call in m.tool_calls or [] %}<tool_call>
+{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def test_a_template_that_thinks_only_in_the_last_answer_goes_on(monkeypatch, folder, tokenizer):
+    """As Qwen3's: an empty thought is written into the last answer alone, and thoughts stay while tools are used."""
+    tokenizer.config["chat_template"] = THINKING.replace("KEPT", "m.reasoning_content")
+    (text,), _ = played(monkeypatch, folder, tokenizer, {(0, 0): [ADD % (1, 2), "3"]})
+    ((start, end),) = text.episode.given
+    given = tokenizer.decode(text.ids[start:end])
+    assert given == "\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_template_that_drops_thoughts_is_refused_before_anything_is_sampled(
+    monkeypatch, folder, tokenizer
+):
+    tokenizer.config["chat_template"] = THINKING.replace("KEPT", "false")
+    with pytest.raises(UserError, match="in another way once it follows"):
+        played(monkeypatch, folder, tokenizer, {(0, 0): []})  # a policy that is asked fails
+
+
+def test_a_packaged_template_without_tools_names_one_with_them(monkeypatch, folder, tokenizer):
+    templates = Path(episodes_module.__file__).parents[2] / "data/tokenizer/templates"
+    tokenizer.config["chat_template"] = (templates / "llama3.jinja").read_text()
+    with pytest.raises(UserError, match="takes no tools") as refused:
+        played(monkeypatch, folder, tokenizer, {(0, 0): []})
+    assert "template=qwen" in refused.value.fix and "gemma" not in refused.value.fix
+
+
 def test_markup_in_a_result_stays_text(monkeypatch, folder, tokenizer):
     turns_of = episodes_module.Turns
     with Renderer(tokenizer, template=None, train_on="assistant") as renderer:

@@ -359,9 +359,13 @@ class Renderer:
         if markup.occurs([turns, tools]):
             (turns, broken_tools), mark = markup.broken([turns, tools])
             tools = tuple(broken_tools)
-        before: str = self._answered(turns[: len(messages)], tools, prompt=False)["text"]
-        whole: str = self._answered(turns, tools, prompt=True)["text"]
-        place = before.rfind(end) + len(end)
+        before, whole, place = self._renderings(turns, len(messages), tools, end)
+        if end in before and not whole.startswith(before[:place]):
+            # Qwen3 writes an empty thought into an answer without one while it is the last; a thought it keeps.
+            answer = turns[len(messages) - 1]
+            thoughtful = {**answer, "reasoning_content": _ANSWER, "thinking": _ANSWER}
+            turns = [*turns[: len(messages) - 1], thoughtful, *turns[len(messages) :]]
+            before, whole, place = self._renderings(turns, len(messages), tools, end)
         if end not in before or not whole.startswith(before[:place]):
             problem = (
                 "writes the turns before a tool's result in another way once it follows"
@@ -379,6 +383,14 @@ class Renderer:
         ids = encode(text) if mark is None else markup.encode(text, mark)
         assert ids[0] == self._tokenizer.id_of(end), "a control token is one token"
         return ids[1:]
+
+    def _renderings(
+        self, turns: list[Json], num_before: int, tools: tuple[Json, ...], end: str
+    ) -> tuple[str, str, int]:
+        """The first turns, all turns with the header of an answer, and where the first ones end in theirs."""
+        before: str = self._answered(turns[:num_before], tools, prompt=False)["text"]
+        whole: str = self._answered(turns, tools, prompt=True)["text"]
+        return before, whole, before.rfind(end) + len(end)
 
     def rendered(self, messages: Iterable[Message], tools: tuple[Json, ...] = ()) -> str:
         """The text of a conversation. Raises UserError."""

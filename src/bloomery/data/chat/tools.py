@@ -27,6 +27,7 @@ from bloomery.data.examples import Message
 MARKER = "probe_tool"
 _ARGUMENTS: Json = {"probe_argument": "probe_value"}
 _CALL = {"name": MARKER, "arguments": _ARGUMENTS}
+_TOOLS_FIX = "choose a model whose template does, or set data.chat.template=qwen"
 _PROBE = (
     Message("user", "a"),
     Message("assistant", "", calls=({"id": "a1b2c3d4e", "type": "function", "function": _CALL},)),
@@ -170,11 +171,10 @@ def tool_format(render: RenderTurns) -> ToolFormat:
         with_tools = render(_PROBE[:1], (_TOOL,))
     except UserError as error:
         problem = f"the chat template takes no tools: {error.problem}"
-        raise UserError(problem, where=error.where, fix=error.fix) from error
+        raise UserError(problem, where=error.where, fix=_TOOLS_FIX) from error
     if MARKER not in with_tools:
         problem = "the chat template takes no tools"
-        fix = "choose a model whose template does, or the template qwen"
-        raise UserError(problem, where="the chat template", fix=fix)
+        raise UserError(problem, where="the chat template", fix=_TOOLS_FIX)
     for forms in FORMS.values():
         for form in forms:
             # An id may follow the arguments in a list.

@@ -43,6 +43,11 @@ class Turns:
             self._ends[token] = self._tokenizer.spelled(token).decode(errors="replace") in text
         return self._ends[token]
 
+    def check(self, end_id: int) -> None:
+        """Raises UserError for a template that cannot go on after an answer which this token ended."""
+        if self._form is not None:
+            self.given([_ANY], ["result"], end_id)
+
     def given(self, calls: Sequence[ToolCall], results: Sequence[str], end_id: int) -> list[int]:
         """The ids that follow an answer with these calls, which `end_id` ended, up to the header of the next one."""
         answer = _called(calls)

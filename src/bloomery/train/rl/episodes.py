@@ -115,12 +115,15 @@ class EpisodeSampler:
         `sampling.max_new_tokens`: of an episode, given tokens included. Raises NotFinite, UserError and Stopped.
         """
         assert self._turns is not None, "used as a context"
-        if not any(map(self._turns.ends_turn, sampling.stop_ids)):
+        ends = [token for token in sampling.stop_ids if self._turns.ends_turn(token)]
+        if not ends:
             raise UserError(
                 "the chat template ends an answer that calls a tool with no token that ends an answer",
                 where="data.chat.template",
                 fix="set data.chat.template to another, such as qwen",
             )
+        for token in ends:
+            self._turns.check(token)
         episodes = [
             RunningEpisode(index, Completion(prompt, number), key(prompt, number))
             for index, (prompt, number) in enumerate(
