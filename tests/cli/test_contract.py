@@ -51,7 +51,17 @@ FLAGS = {
         "--no-check",
     },
     "sweep": {
-        *("--search", "--runs", "--seed", "--budget", "--run-dir", "-d", "--devices"),
+        *(
+            "--metric",
+            "--task",
+            "--search",
+            "--runs",
+            "--seed",
+            "--budget",
+            "--run-dir",
+            "-d",
+            "--devices",
+        ),
         *("--dry-run", "--json"),
     },
     "resume": {"--from", "--recover", "--no-check", "--trust-code", "-d", "--devices"},

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from bloomery.core.errors import UserError
+from bloomery.core.run_folder import RunFolder
 from bloomery.data.prepare.prepare import prepare
 from bloomery.evals.evaluate import evaluate_model
 from bloomery.export.card import training_of
@@ -17,6 +18,8 @@ from bloomery.recipe.load import dump_recipe, load_recipe
 from bloomery.report.page import page
 from bloomery.report.record import read_run_record
 from bloomery.runs.consent import note_code, reward_files
+from bloomery.sweep.ranking import Judged, ranked
+from bloomery.sweep.scores import Metric, judge
 from ranks import fields, train
 
 RECIPE = """
@@ -70,6 +73,18 @@ def test_eval_repeats_the_reward_of_the_run(run):
         assert scores.reward_low < scores.reward < scores.reward_high
         assert scores.rewards == {"vowels": pytest.approx(scores.reward)}
         assert any("over prompts" in note for note in notes)
+
+
+def test_a_sweep_judges_the_run_by_the_rewards_of_its_held_out_prompts(run):
+    run_dir, _, _ = run
+    scores, _ = evaluate_model(run_dir, None, step="4")
+    score = judge(RunFolder(run_dir), Metric("reward"), step="4")
+    assert score.step == 4 and score.value == pytest.approx(scores.reward, abs=1e-12)
+    estimate = ranked([Judged("run", score.value, score.scores)], lower_is_better=False).rows[0]
+    assert (estimate.estimate.low, estimate.estimate.high) == (
+        scores.reward_low,
+        scores.reward_high,
+    )
 
 
 def test_eval_takes_prompts_of_a_file(run, tmp_path):

@@ -90,8 +90,9 @@ def test_the_figures_are_those_of_eval_and_the_runs_those_of_train(
     assert len(list((bloomery.folder / "prepared").iterdir())) == 1  # one dataset for all
 
 
+@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.soak)])
 def test_halving_stops_runs_at_their_rung_and_the_one_that_is_left_is_the_run_of_a_grid(
-    bloomery: Bloomery, calm_sweep: tuple[Path, dict[str, object]]
+    bloomery: Bloomery, calm_sweep: tuple[Path, dict[str, object]], kills: int
 ) -> None:
     """Killed in a rung, between two of them and in the last one. Of 16 steps a third is 5."""
     rates = "optimizer.learning_rate=1e-3,1e-2,1e-4"
@@ -103,7 +104,7 @@ def test_halving_stops_runs_at_their_rung_and_the_one_that_is_left_is_the_run_of
         lambda: took_step(folder / "learning_rate-1e-4", 1),
         lambda: took_step(left, 9),
     ]
-    for moment in moments:
+    for moment in moments[-kills:]:
         assert bloomery.run_until(moment, signal.SIGKILL, *words) == -signal.SIGKILL
     done = bloomery.run(*words)
     assert done.returncode == 0, done.stderr
@@ -114,6 +115,37 @@ def test_halving_stops_runs_at_their_rung_and_the_one_that_is_left_is_the_run_of
     calm, expected = calm_sweep
     assert runs[0]["metric"] == expected["runs"][0]["metric"]
     assert_bitwise_equal(left, calm / RUNS[0])
+
+
+def test_a_task_ranks_by_its_right_items_as_eval_counts_them(
+    calm_sweep: tuple[Path, dict[str, object]],
+) -> None:
+    calm, _ = calm_sweep
+    bloomery = Bloomery(calm.parent.parent)
+    items = [{"question": word, "choices": [" a", " b"], "answer": 0} for word in "abcdefgh"]
+    task = bloomery.folder / "task.jsonl"
+    task.write_text("".join(json.dumps(item) + "\n" for item in items))
+    done = bloomery.run(*SWEEP, "--task", "task.jsonl")
+    assert done.returncode == 0, done.stderr
+    runs = table(done.stdout)["runs"]
+    assert runs[0]["metric"] >= runs[1]["metric"]
+    told = bloomery.run("eval", f"runs/s/{runs[0]['run']}", "--task", "task.jsonl", "--json")
+    figures = json.loads(told.stdout)["results"][0]["model"]
+    assert runs[0]["metric"] == figures["value"]
+    assert runs[0]["interval"] == [figures["low"], figures["high"]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--metric", "task"), ("--metric", "reward"), ("--search", "halving", "--budget", "1h")],
+)
+def test_what_cannot_be_ranked_is_refused_before_anything_trains(
+    calm_sweep: tuple[Path, dict[str, object]], options: tuple[str, ...]
+) -> None:
+    calm, _ = calm_sweep
+    told = Bloomery(calm.parent.parent).here(*SWEEP[:-1], "runs/other", *options)
+    assert told.returncode == 2 and "fix:" in told.stderr
+    assert not (calm.parent / "other").exists()
 
 
 def took_step(run: Path, step: int) -> bool:

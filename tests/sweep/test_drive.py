@@ -8,6 +8,7 @@ from bloomery.core.errors import UserError
 from bloomery.runs.flow import EndedRun
 from bloomery.sweep import drive
 from bloomery.sweep.points import points_of
+from bloomery.sweep.scores import Metric
 from bloomery.sweep.store import Score, SweepFolder
 
 OVERRIDES = ("optimizer.learning_rate=1e-4,1e-3,1e-2,1e-1",)
@@ -30,7 +31,7 @@ def sweep(tmp_path, monkeypatch):
             (run_dir / "recipe.yaml").touch()
             return EndedRun(run_dir, end)
 
-        def judge(folder, **_options):
+        def judge(folder, _metric, **_options):
             return Score(7, float(folder.path.name.removeprefix("learning_rate-")), None)
 
         monkeypatch.setattr(drive, "start", start)
@@ -39,7 +40,7 @@ def sweep(tmp_path, monkeypatch):
         points = points_of("demo-chat-lora", OVERRIDES, search="grid", runs=None, seed=0)
         folder = SweepFolder(tmp_path / "sweep")
         folder.path.mkdir(exist_ok=True)
-        return drive.Sweep(folder, points, "eval.loss", lambda *_: None, **settings)
+        return drive.Sweep(folder, points, Metric(), lambda *_: None, **settings)
 
     build.started = started
     return build

@@ -22,11 +22,23 @@ if TYPE_CHECKING:
     from bloomery.sweep.drive import SweepEnd
     from bloomery.sweep.points import Point, Search
     from bloomery.sweep.ranking import Ranking, Row
+    from bloomery.sweep.scores import Metric
     from bloomery.sweep.store import SweepFolder
 
 
 @click.command()
 @recipe_argument
+@click.option(
+    "--metric",
+    type=click.Choice(["eval.loss", "reward", "task"]),
+    help="Rank by this [default: eval.loss, or reward if trained with rewards].",
+)
+@click.option(
+    "--task",
+    metavar="FILE",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Rank by the items of this task file that are right.",
+)
 @click.option(
     "--search",
     type=click.Choice(["grid", "random", "halving"]),
@@ -56,6 +68,8 @@ if TYPE_CHECKING:
 def command(
     recipe: str,
     overrides: tuple[str, ...],
+    metric: str | None,
+    task: Path | None,
     search: "Search",
     runs: int | None,
     seed: int,
@@ -79,12 +93,12 @@ def command(
     from bloomery.sweep.drive import Sweep
     from bloomery.sweep.points import points_of
     from bloomery.sweep.ranking import ranked
-    from bloomery.sweep.scores import LOSS
     from bloomery.sweep.store import sweep_folder
 
     # What was typed wrong in any combination is refused before the first one trains.
     budget_seconds = None if budget is None else seconds_of(budget, "--budget")
     points = points_of(recipe, overrides, search=search, runs=runs, seed=seed)
+    ranked_by = _metric(points, metric, task)
     plans = _show_plans(points, devices)
     expected_seconds = _mean_seconds(plans)
     if dry_run:
@@ -101,7 +115,7 @@ def command(
     sweep = Sweep(
         folder=folder,
         points=points,
-        metric=LOSS,
+        metric=ranked_by,
         on_line=lambda title, text: echo(f"{title:<11}{text}", err=True),
         devices=devices,
         budget_seconds=budget_seconds,
@@ -110,15 +124,37 @@ def command(
     )
     with progress_line("sweep"):
         end = sweep.run() if rungs is None else sweep.halve(rungs)
-    ranking = ranked(end.judged, lower_is_better=True)
+    ranking = ranked(end.judged, lower_is_better=ranked_by.lower_is_better)
     if as_json:
-        print_json(_document(folder, points, LOSS, ranking, end))
+        print_json(_document(folder, points, ranked_by.kind, ranking, end))
     else:
-        for line in _table(folder, points, LOSS, ranking, end):
+        for line in _table(folder, points, ranked_by.kind, ranking, end):
             echo(line)
     if end.code in (75, 130):
         echo("next       the same command continues this sweep", err=True)
     return end.code
+
+
+def _metric(points: "list[Point]", kind: str | None, task: Path | None) -> "Metric":
+    """What the runs are ranked by. Raises UserError (code 2) where the runs cannot have it."""
+    from bloomery.sweep.scores import Metric
+
+    has_rewards = all(
+        point.recipe.recipe.objective.spec.loss_unit == "completion" for point in points
+    )
+    if task is not None and kind not in (None, "task"):
+        problem = f"--task and --metric {kind} exclude each other"
+        raise UserError(problem, where="--task", fix="use one of them", code=2)
+    if kind == "task" and task is None:
+        fix = "add --task FILE, as for `bloomery eval`"
+        raise UserError("--metric task needs a task file", where="--metric", fix=fix, code=2)
+    if kind == "reward" and not has_rewards:
+        problem = "a run of this sweep does not train with rewards"
+        fix = "use --metric eval.loss, or --task FILE"
+        raise UserError(problem, where="--metric", fix=fix, code=2)
+    if task is not None:
+        return Metric("task", task)
+    return Metric("reward" if has_rewards and kind != "eval.loss" else "eval.loss")
 
 
 def _show_plans(points: "list[Point]", devices: str | None) -> "list[RunPlan]":

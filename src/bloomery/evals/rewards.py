@@ -78,6 +78,24 @@ def evaluate_rewards(
     Raises UserError: without prompts, for a reward that fails, and without `trust_code` for Python rewards that the
     user has not asked for (`runs.consent`).
     """
+    completions, scored, notes = reward_prompts(
+        decoder, tokenizer, plan, run_dir, data, template=template, trust_code=trust_code
+    )
+    where = str(plan.data.prepared if data is None else data)
+    return summarized(completions, scored, where=where), notes
+
+
+def reward_prompts(
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    plan: RunPlan,
+    run_dir: Path,
+    data: Path | None,
+    *,
+    template: str | None = None,
+    trust_code: bool = False,
+) -> tuple[list[Completion], ScoredCompletions, list[str]]:
+    """As `evaluate_rewards`: one completion of each prompt, its rewards, and the notes."""
     if not trust_code:
         refuse_foreign_rewards(run_dir, plan, command="eval")
     objective = plan.objective
@@ -117,7 +135,7 @@ def evaluate_rewards(
     notes += [f"skipped: {reason}" for reason in scored.skipped[:1]]
     sampled = f"sampled as in training: temperature {objective.temperature:g}"
     notes.append(f"{sampled}, one completion of each prompt; the interval is over prompts")
-    return summarized(completions, scored, where=where), notes
+    return completions, scored, notes
 
 
 def complete_as_trained(

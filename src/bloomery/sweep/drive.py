@@ -22,8 +22,8 @@ from bloomery.plan.types import RunPlan
 from bloomery.runs.flow import EndedRun
 from bloomery.runs.lifecycle import resume, start
 from bloomery.sweep.points import REDUCTION, Point
-from bloomery.sweep.ranking import Judged
-from bloomery.sweep.scores import judge
+from bloomery.sweep.ranking import Judged, best_first
+from bloomery.sweep.scores import Metric, judge
 from bloomery.sweep.store import Score, SweepFolder
 from bloomery.view.summary import summary_of
 
@@ -63,7 +63,7 @@ class Sweep:
 
     folder: SweepFolder
     points: Sequence[Point]
-    metric: str
+    metric: Metric
     on_line: Callable[[str, str], None]
     devices: str | None = None
     budget_seconds: float | None = None
@@ -122,7 +122,7 @@ class Sweep:
                         rest = tuple(points[number - 1 :])
                         return SweepEnd(outcome.code, (), tuple(failures), rest, tuple(dropped))
                     judged.append(Judged(point.name, outcome.value, outcome.scores, outcome.step))
-                in_order = sorted(judged, key=lambda run: run.value)
+                in_order = best_first(judged, lower_is_better=self.metric.lower_is_better)
                 if is_last:
                     break
                 kept = max(1, len(points) // REDUCTION)
@@ -139,8 +139,8 @@ class Sweep:
         `step`: of a rung, after which the run waits; None: it trains to its end, and its best checkpoint is judged.
         """
         folder = self.folder.run(point)
-        path = self.folder.score_file(point, self.metric, step)
-        stored_score = self.folder.read_score(path, self.metric)
+        path = self.folder.score_file(point, self.metric.name, step)
+        stored_score = self.folder.read_score(path, self.metric.kind)
         if stored_score is not None:
             return stored_score
         if step is None or step not in saved_steps(folder.checkpoints):
@@ -148,11 +148,12 @@ class Sweep:
             if ended_run is not None:
                 return ended_run
         progress(f"{self._title(point, number)}: evaluating")
-        score = judge(folder, step="best" if step is None else str(step), devices=self.devices)
+        wanted_step = "best" if step is None else str(step)
+        score = judge(folder, self.metric, step=wanted_step, devices=self.devices)
         self.folder.write_score(path, score)
         seconds = seconds_of(self.folder.run(point))
         self.on_line(
-            f"run {number}", f"{point.text}: {self.metric} {score.value:.4f}, {seconds:.0f} s"
+            f"run {number}", f"{point.text}: {self.metric.kind} {score.value:.4f}, {seconds:.0f} s"
         )
         return score
 

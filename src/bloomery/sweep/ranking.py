@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
+import numpy as np
+
 from bloomery.evals.statistics import CONFIDENCE, Estimate, Scores, compare_scores
 
 
@@ -20,13 +22,34 @@ class Judged:
     scores: Scores | None = None
     step: int = 0
 
-    def same_items(self, other: "Judged") -> bool:
-        """Whether both were judged by items of the same weights, so that their difference can be tested."""
+    def estimate(self) -> Estimate:
+        """The figure with its interval over the items that have a weight."""
+        if self.scores is None:
+            return Estimate(self.value, None, None, "none")
+        return _of_items(self.scores, self.scores.weights > 0).estimate()
+
+    def p_value(self, other: "Judged") -> float | None:
+        """Of no difference, on the items that have a weight in both; None where they are not the same items."""
         if self.scores is None or other.scores is None:
-            return False
-        return self.scores.weights.shape == other.scores.weights.shape and bool(
-            (self.scores.weights == other.scores.weights).all()
-        )
+            return None
+        weights, other_weights = self.scores.weights, other.scores.weights
+        if weights.shape != other_weights.shape:
+            return None
+        weighs = (weights > 0) & (other_weights > 0)
+        if not weighs.any() or (weights[weighs] != other_weights[weighs]).any():
+            return None
+        return compare_scores(
+            _of_items(self.scores, weighs), _of_items(other.scores, weighs)
+        ).p_value
+
+
+def _of_items(scores: Scores, chosen: np.ndarray) -> Scores:
+    return Scores(scores.metric, scores.values[chosen], scores.weights[chosen])
+
+
+def best_first(runs: Sequence[Judged], *, lower_is_better: bool) -> list[Judged]:
+    """Of equal ones the first stays first."""
+    return sorted(runs, key=lambda run: run.value if lower_is_better else -run.value)
 
 
 @final
@@ -67,17 +90,12 @@ def ranked(runs: Sequence[Judged], *, lower_is_better: bool) -> Ranking:
     simultaneous confidence intervals for multiple comparisons with the best"). This is the noise of the held-out
     items; another seed of training is not in it.
     """
-    in_order = sorted(runs, key=lambda run: run.value if lower_is_better else -run.value)
+    in_order = best_first(runs, lower_is_better=lower_is_better)
     p_limit = (1 - CONFIDENCE) / max(1, len(in_order) - 1)
     rows = []
     for run in in_order:
         best = in_order[0]
-        estimate = Estimate(run.value, None, None, "none")
-        if run.scores is not None:
-            estimate = run.scores.estimate()
-        p_value = None
-        if run is not best and best.same_items(run):
-            assert best.scores is not None and run.scores is not None
-            p_value = compare_scores(best.scores, run.scores).p_value
-        rows.append(Row(run.name, estimate, p_value, p_value is None or p_value >= p_limit))
+        p_value = None if run is best else best.p_value(run)
+        is_contender = p_value is None or p_value >= p_limit
+        rows.append(Row(run.name, run.estimate(), p_value, is_contender))
     return Ranking(tuple(rows), p_limit)

@@ -1,11 +1,16 @@
 """Judges a run of a sweep on held-out items, in a child process that ends with this one. No torch."""
 
+import hashlib
 import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, final
 
 import numpy as np
 
 from bloomery.core.child import Child
 from bloomery.core.errors import UserError
+from bloomery.core.files import read_whole
 from bloomery.core.progress import progress
 from bloomery.core.run_folder import RunFolder
 from bloomery.data.shards import read_manifest
@@ -16,26 +21,52 @@ from bloomery.sweep.store import Score
 from bloomery.view.summary import summary_of
 
 WORKER = "bloomery.sweep.scoring_worker"
-LOSS = "eval.loss"
 LONGEST_SECONDS = 86_400.0  # without any sign of life of an evaluation
 
 
-def judge(folder: RunFolder, *, step: str = "best", devices: str | None = None) -> Score:
-    """The held-out loss of a checkpoint, in nats per token of each document of the validation set.
+@final
+@dataclass(frozen=True)
+class Metric:
+    """What the runs are ranked by. `task`: the task file, for the share of its items that are right."""
+
+    kind: Literal["eval.loss", "reward", "task"] = "eval.loss"
+    task: Path | None = None
+
+    @property
+    def lower_is_better(self) -> bool:
+        return self.kind == "eval.loss"
+
+    @property
+    def name(self) -> str:
+        """A task's has a digest of its file: other items are another metric. Raises UserError for a missing file."""
+        if self.task is None:
+            return self.kind
+        digest = hashlib.sha256(read_whole(self.task)).hexdigest()[:8]
+        return f"task-{self.task.stem}-{digest}"
+
+
+def judge(
+    folder: RunFolder, metric: Metric, *, step: str = "best", devices: str | None = None
+) -> Score:
+    """A checkpoint on held-out items: the loss in nats per token of each document of the validation set, the reward
+    of a completion of each held-out prompt, or the items of a task that are right.
 
     A loss per pair or response, and one of conversations with pictures, is the mean that the run's own evaluation
     found: its items are not known. Raises UserError where the run cannot be judged.
     """
     plan = read_plan(folder.plan)
     manifest = read_manifest(plan.data.prepared)
-    if not manifest.validation.tokens:
+    is_loss = metric.kind == "eval.loss"
+    if is_loss and not manifest.validation.tokens:
         problem = "no validation set: the runs of a sweep are ranked by held-out loss"
         raise UserError(problem, where="data.validation", fix="set data.validation=5%", code=2)
-    if plan.objective.spec.loss_unit != "token" or manifest.has_pictures:
+    if is_loss and (plan.objective.spec.loss_unit != "token" or manifest.has_pictures):
         return _own_evaluation(folder, step)
     job = {
         "run": str(folder.path),
         "prepared": str(plan.data.prepared),
+        "metric": metric.kind,
+        "task": None if metric.task is None else str(metric.task.absolute()),
         "step": step,
         "devices": devices or "auto",
     }
@@ -60,7 +91,7 @@ def judge(folder: RunFolder, *, step: str = "best", devices: str | None = None) 
 
     values = np.array(answer["values"], np.float64)
     weights = np.array(answer["weights"], np.float64)
-    scores = Scores(LOSS, values, weights)
+    scores = Scores(metric.kind, values, weights)
     return Score(answer["step"], float(values.sum() / weights.sum()), scores)
 
 

@@ -24,26 +24,44 @@ def main() -> None:
 
 
 def _scores(job: Message) -> "tuple[Scores, int]":
-    """The scores of the items that have a weight, and the step of the checkpoint. Raises UserError."""
+    """The scores of the items, and the step of the checkpoint. Raises UserError."""
     from bloomery.runs.chosen_model import chosen_use
 
     use = chosen_use(job["devices"])  # sets the environment, before torch is imported
     with loading():
+        import numpy as np
+
         from bloomery.evals.evaluate import load_found
+        from bloomery.evals.items import TaskSettings, ask, read_task
+        from bloomery.evals.rewards import reward_prompts
         from bloomery.evals.statistics import Scores
         from bloomery.evals.tasks import losses_of_texts
         from bloomery.infer.model_folder import find_model
+        from bloomery.plan.store import read_plan
+        from bloomery.train.state import add_tuned_vision
 
     run = Path(job["run"])
     files = find_model(run, job["step"])
     step = int(files.weights.name.rpartition("-")[2])
     decoder, tokenizer = load_found(files, where=str(run), use=use)
-    losses = losses_of_texts(decoder, tokenizer, Path(job["prepared"]))
-    scored = losses.tokens > 0
-    if not scored.any():
-        problem = "the validation set has no token to score"
-        raise UserError(problem, where=job["prepared"], fix="set a larger data.validation")
-    return Scores("eval.loss", losses.nats[scored], losses.tokens[scored]), step
+    if job["metric"] == "reward":
+        plan = read_plan(run / "plan.json")
+        add_tuned_vision(decoder, plan, files.weights)
+        _, rewarded, _ = reward_prompts(decoder, tokenizer, plan, run, None)
+        totals = np.array(rewarded.totals, np.float64)
+        known = ~np.isnan(totals)  # no reward scored the others
+        scores = Scores("reward", np.where(known, totals, 0.0), known.astype(np.float64))
+    elif job["metric"] == "task":
+        task_scores = ask(decoder, tokenizer, read_task(Path(job["task"])), TaskSettings())
+        headline = task_scores.scores[0]
+        assert isinstance(headline, Scores), "items of a task file have scores of their own"
+        scores = headline
+    else:
+        losses = losses_of_texts(decoder, tokenizer, Path(job["prepared"]))
+        scores = Scores("eval.loss", losses.nats, losses.tokens)
+    if not scores.weights.any():
+        raise UserError("no item of the run could be scored", where=job["prepared"])
+    return scores, step
 
 
 if __name__ == "__main__":
