@@ -101,11 +101,11 @@ def command(
     ranked_by = _metric(points, metric, task)
     plans = _show_plans(points, devices)
     expected_seconds = _mean_seconds(plans)
+    rungs = _rungs(points, plans) if search == "halving" else None
     if dry_run:
         for point in points:
             echo(f"{'run':<11}{point.text}")
         return 0
-    rungs = _rungs(points, plans) if search == "halving" else None
     if rungs is not None and budget is not None:
         fix = "name fewer values, or leave out --budget"
         raise UserError("--search halving takes no --budget", where="--budget", fix=fix, code=2)
@@ -192,10 +192,15 @@ def _rungs(points: "list[Point]", plans: "list[RunPlan]") -> dict[str, list[int]
         rungs[point.name] = rungs_of(plan.train.steps, len(points))
     runs = len(points)
     parts = []
+    steps = 0
+    reached = 0
     for step in rungs[points[0].name]:
         parts.append(f"{counted(runs, 'runs')} to step {step:,}")
+        steps += runs * (step - reached)
+        reached = step
         runs = max(1, runs // REDUCTION)
-    echo(f"{'halving':<11}{', '.join(parts)}", err=True)
+    share = steps / (len(points) * reached)
+    echo(f"{'halving':<11}{', '.join(parts)}: {share:.0%} of all these steps", err=True)
     return rungs
 
 
