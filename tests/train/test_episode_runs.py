@@ -1,6 +1,9 @@
 """Runs whose completions are episodes: resumed bitwise, the same on any ranks and slots, evaluated with their tools."""
 
 import json
+import os
+import random
+import signal
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from bloomery.plan.unsupported import refuse_recipe
 from bloomery.recipe.load import load_recipe
 from bloomery.train.rl import episodes, sampler
 from bloomery.train.rl.rollout_source import sampling_of
+from bloomery.train.rl.tools import Tools
 from ranks import fields, losses, on_ranks, ranks, train_here
 
 TEMPLATE = """\
@@ -190,6 +194,59 @@ def test_a_run_goes_on_between_its_episodes_bitwise(recipe, whole, tmp_path, sto
     checkpoint = max((folder / "checkpoints").glob("step-*"))
     rest = played(plan, folder, recipe, resume_from=checkpoint)
     assert_same_training(folder, [*first, *rest], other, events)
+
+
+def killed(plan, folder: Path, recipe: Path, *, resume_from: Path | None, at: int) -> bool:
+    """Plays in a copy of this process, which is killed at its `at`th request to tools; False if it ended before."""
+    process = os.fork()
+    if process == 0:
+        num_requests = 0
+
+        def kill_or(request):
+            def asked(*words):
+                nonlocal num_requests
+                num_requests += 1
+                answers = request(*words)
+                if num_requests == at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return answers
+
+            return asked
+
+        for name in ("reset", "call", "rewards"):
+            setattr(Tools, name, kill_or(getattr(Tools, name)))
+        code = 1
+        try:
+            played(plan, folder, recipe, resume_from=resume_from)
+            code = 0
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(process, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(8))
+def test_a_run_that_is_killed_within_turns_ends_the_same(recipe, whole, tmp_path, seed):
+    other, _ = whole
+    plan = plan_of(recipe, *EDITS, *GUESS)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    generator = random.Random(seed)
+    num_kills = 0
+    while num_kills < 20:
+        checkpoint = max((folder / "checkpoints").glob("step-*"), default=None)
+        if not killed(plan, folder, recipe, resume_from=checkpoint, at=generator.randrange(1, 30)):
+            break
+        num_kills += 1
+    assert 0 < num_kills < 20
+    assert completions(folder) == completions(other)
+    last, expected = (max((of / "checkpoints").glob("step-*")) for of in (folder, other))
+    weights = sorted(path.relative_to(expected) for path in expected.rglob("*.safetensors"))
+    assert weights
+    for name in weights:
+        assert (last / name).read_bytes() == (expected / name).read_bytes()
 
 
 @pytest.mark.sampled(2)
