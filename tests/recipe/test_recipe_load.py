@@ -464,6 +464,8 @@ def test_a_kind_stands_for_its_section(write):
     assert (changed.adapter.rank, changed.objective.beta, changed.quantize.kind) == (4, 0.5, "int8")
     assert load_recipe(write(SMALL), ["adapter=dora"]).recipe.adapter.kind == "dora"
     assert load_recipe("llama3.1-8b-lora", ["adapter=none"]).recipe.adapter.kind == "none"
+    without = load_recipe("llama3.1-8b-lora", ["adapter=null", "quantize=null"]).recipe
+    assert (without.adapter.kind, without.quantize.kind) == ("none", "none")
     assert "did you mean lora?" in refused(write(SMALL + "adapter: lorra\n"))
 
 

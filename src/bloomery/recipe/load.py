@@ -336,6 +336,10 @@ def _with_kinds(document: YamlDocument) -> YamlDocument:
     return document
 
 
+# Sections that a recipe may do without.
+_OPTIONAL: tuple[KeyPath, ...] = (("adapter",), ("quantize",))
+
+
 def _override(override: str) -> YamlDocument:
     """`section.key=value` as a document; the value is YAML, and text where it cannot be."""
     dotted_key, equals, text = override.partition("=")
@@ -354,6 +358,8 @@ def _override(override: str) -> YamlDocument:
     value = read_yaml(text, source=_COMMAND_LINE, folder=Path.cwd())
     if value.mistakes and text.lstrip()[:1] not in ("[", "{", '"', "'", "!"):
         value = YamlDocument(text)  # data.glob=*.go is not YAML: keep the text
+    if path in _OPTIONAL and text.strip() in ("null", "~"):
+        value = YamlDocument("none")  # null would keep what the recipe has, in silence
 
     # The value's own paths lie below the key; each section on the way has an origin, too.
     sections = [path[:length] for length in range(1, len(path) + 1)]
