@@ -33,7 +33,7 @@ FLAGS = {
     "recipes import": {"--out"},
     "tokenizer train": set(),
     "tokenizer inspect": {"--text"},
-    "prepare": {"--preview", "--check", "--model", "--data"},
+    "prepare": {"--preview", "--html", "--check", "--model", "--data"},
     "plan": {
         *("--model", "--data", "--gpu", "--gpus", "--nodes", "--host-memory"),
         *("--simulate", "--json"),

@@ -1,6 +1,7 @@
 """Commands on conversations with pictures, as a person types them."""
 
 import json
+import re
 
 import pytest
 from click.testing import CliRunner
@@ -37,6 +38,28 @@ def test_preview_tells_size_and_tokens_of_each_picture_and_keeps_its_text_short(
     assert output.count("<|image_pad|>") == 2
     assert "⟦red<|im_end|>" in shown
     assert "what?" in shown and shown.count("⟦") == 3  # the legend has one
+
+
+def test_a_preview_as_a_page_shows_pictures_beside_what_is_trained_on(workshop):
+    (workshop / "rows" / "train.jsonl").write_text(
+        json.dumps(row(RED, {"type": "text", "text": "<b>Color?</b>"}, answer="red")) + "\n"
+    )
+    output = typed("prepare", "recipe.yaml", "--preview", "1", "--html", "rows.html")
+    assert "page       rows.html: 1 document" in output
+    page = (workshop / "rows.html").read_text()
+    assert page.count('<img src="data:image/jpeg;base64,') == 1
+    assert "40 x 60 pixels · 2 tokens" in page
+    # Markup of rows is text, nothing is fetched, and the answer is marked.
+    assert "<b>Color?</b>" not in page.replace("</span><span>", "") and "&lt;" in page
+    assert "default-src 'none'" in page and "img-src data:" in page and "<script" not in page
+    learned = "".join(re.findall(r'<span class="learned">([^<]*)</span>', page))
+    assert learned.removeprefix("with a colored background").startswith("red&lt;|im_end|&gt;")
+    assert "Color" not in learned
+
+
+def test_a_page_without_a_preview_is_refused(workshop):
+    with pytest.raises(UserError, match="what --preview shows"):
+        typed("prepare", "recipe.yaml", "--html", "rows.html")
 
 
 def test_preview_tells_that_a_text_with_pictures_is_left_out_and_not_cut(workshop):

@@ -10,6 +10,7 @@ import click
 
 from bloomery.cli.common import chosen_recipe, echo, recipe_argument, recipe_or_model
 from bloomery.core.errors import UserError, one_line
+from bloomery.core.files import write_durably
 from bloomery.core.run_folder import find_run, is_run
 from bloomery.core.text import expanded
 from bloomery.core.units import counted, format_count
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from bloomery.data.prepare.stats import DatasetCheck, Preview
     from bloomery.data.shards import Manifest, SplitPart
     from bloomery.recipe.load import LoadedRecipe
+    from bloomery.report.previews import ShownDocument
 
 _PHASE_TITLES = {
     "tokenizer": "training the tokenizer",
@@ -43,6 +45,13 @@ _MAX_BAR_WIDTH = 40  # characters
     type=click.IntRange(1),
     help="Print N documents with their loss mask, then exit.",
 )
+@click.option(
+    "--html",
+    "page",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="With --preview: write a page, with pictures.",
+)
 @click.option("--check", is_flag=True, help="Report empty, repeated and truncated documents.")
 def command(
     recipe: str | None,
@@ -50,6 +59,7 @@ def command(
     model: str | None,
     data: str | None,
     num_previews: int | None,
+    page: Path | None,
     check: bool,
 ) -> None:
     """Tokenize the dataset of RECIPE into shards, on all cores.
@@ -64,6 +74,10 @@ def command(
     from bloomery.plan.gather import fetch_text
     from bloomery.plan.reward_code import refuse_missing_reward_files
 
+    if page is not None and num_previews is None:
+        problem = "--html writes what --preview shows"
+        fix = f"add --preview 3: bloomery prepare RECIPE --preview 3 --html {page}"
+        raise UserError(problem, where="--html", fix=fix, code=2)
     # --check plans the run after the preparation: what would stop the plan is raised before the long part.
     loaded_recipe, _ = chosen_recipe(recipe, overrides, model, data, fetch=True)
     refuse_missing_reward_files(loaded_recipe.recipe.rewards)
@@ -76,7 +90,7 @@ def command(
     # A preview tokenizes the first documents alone, and writes nothing but a tokenizer that does not exist yet.
     folder = prepared_folder(loaded_recipe, Path())
     if num_previews is not None:
-        _preview(loaded_recipe, folder, num_previews)
+        _preview(loaded_recipe, folder, num_previews, page)
         return
 
     if (warning := fewer_workers(loaded_recipe.recipe.data.num_proc)) is not None:
@@ -262,14 +276,17 @@ def print_tokenizer(loaded_recipe: "LoadedRecipe", vocab_size: int, fingerprint:
     echo(f"tokenizer  {vocab_size:,} tokens · {fingerprint[:12]}{remark}")
 
 
-def _preview(loaded_recipe: "LoadedRecipe", folder: Path, num_documents: int) -> None:
-    """Print the first documents, each with its loss mask."""
+def _preview(
+    loaded_recipe: "LoadedRecipe", folder: Path, num_documents: int, page: Path | None
+) -> None:
+    """Print the first documents, each with its loss mask; or write them as a page."""
     from rich.console import Console
     from rich.text import Text
 
     from bloomery.data.prepare.prepare import preparation, refuse_layout
     from bloomery.data.prepare.stats import preview
     from bloomery.plan.gather import left_out_parts, unread_columns
+    from bloomery.report.previews import picture_text, preview_page
 
     refuse_layout(loaded_recipe.recipe)
     data = loaded_recipe.recipe.data
@@ -285,6 +302,17 @@ def _preview(loaded_recipe: "LoadedRecipe", folder: Path, num_documents: int) ->
     for note in left_out_parts(loaded_recipe.recipe):
         echo(f"template   {note}")
 
+    if page is not None:
+        text = preview_page(loaded_recipe.name, [_shown(each, length) for each in documents])
+        try:
+            write_durably(page, text.encode("utf-8", errors="replace"))
+        except OSError as error:
+            problem = f"cannot write the page: {error.strerror}"
+            fix = "choose another file"
+            raise UserError(problem, where=str(page), fix=fix) from error
+        echo(f"page       {page}: {counted(len(documents), 'documents')}")
+        return
+
     # Lines are not wrapped: a copied preview has the line breaks of the dataset.
     for document in documents:
         role = f" ({document.role})" if document.role else ""
@@ -293,14 +321,33 @@ def _preview(loaded_recipe: "LoadedRecipe", folder: Path, num_documents: int) ->
         counts = f"  {document.split} · {kind}{_counts(document, length)}"
         console.print(Text.assemble((title, "bold"), (counts, "")), soft_wrap=True)
         for number, picture in enumerate(document.pictures, start=1):
-            size = f"{picture.width:,} x {picture.height:,} pixels"
-            echo(f"picture {number}  {size} · {picture.tokens:,} tokens")
+            echo(f"picture {number}  {picture_text(picture)}")
         if document.ids:
             console.print(_colored(document), soft_wrap=True)
         console.print()
     if any(document.loss_mask is not None for document in documents):
         legend = Text.assemble(("loss on", _LOSS_STYLES[0]), (" · masked", _MASKED_STYLES[0]))
         console.print("loss on: between ⟦ and ⟧" if console.color_system is None else legend)
+
+
+def _shown(document: "Preview", sequence_length: int) -> "ShownDocument":
+    """A document for the page, cut where it is long, as on a terminal."""
+    from bloomery.report.previews import ShownDocument, ShownPicture
+
+    # The first token has no loss: nothing predicts it. Of a document without a mask, nothing is marked.
+    mask = None if document.loss_mask is None else [False, *document.loss_mask[1:]]
+    pieces, mask = _with_short_pictures(document, mask)
+    kept = pieces[:_MAX_PREVIEW_TOKENS]
+    learned = [False] * len(kept) if mask is None else mask[: len(kept)]
+    role = f" ({document.role})" if document.role else ""
+    kind = f"{document.kind} · " if document.kind else ""
+    return ShownDocument(
+        f"{document.source}{role}",
+        f"{document.split} · {kind}{_counts(document, sequence_length)}",
+        tuple(map(ShownPicture.of, document.pictures)),
+        list(zip(map(_visible, kept), learned, strict=True)),
+        len(pieces) - len(kept),
+    )
 
 
 def _counts(document: "Preview", sequence_length: int) -> str:

@@ -376,11 +376,15 @@ def _chat_warnings(
 
 @dataclass(frozen=True)
 class PreviewedPicture:
-    """Its size in pixels as it is stored, and how many tokens stand for it, the marks around it included."""
+    """Its size in pixels as it is stored, and how many tokens stand for it, the marks around it included.
+
+    `content`: its file.
+    """
 
     width: int
     height: int
     tokens: int
+    content: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True)
@@ -513,8 +517,8 @@ def _previewed(
     if not contents:
         return ()
     return tuple(
-        PreviewedPicture(*size, len(tokenizer.encode_rendered(text)))
-        for size, text in vision.sizes_and_texts(contents)
+        PreviewedPicture(*size, len(tokenizer.encode_rendered(text)), content)
+        for content, (size, text) in zip(contents, vision.sizes_and_texts(contents), strict=True)
     )
 
 
