@@ -150,6 +150,7 @@ def test_a_flow_without_the_check_says_so_to_its_child(monkeypatch):
 
     class Flow:
         check_step = False
+        stop_at = None
         folder = SimpleNamespace(fallback=Path("/nonexistent/fallback"))
 
         def stage(self, _stage, given, _environment, _plan):

@@ -22,7 +22,17 @@ from bloomery.model.document_rows import FIXED_SHARES
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.plan.unsupported import AXES, FEATURES
 from bloomery.recipe.load import load_recipe
-from bloomery.recipe.objectives import Distill, Grpo, Kto, Ppo, Preference, Reward, Sft, SimPo
+from bloomery.recipe.objectives import (
+    Distill,
+    Grpo,
+    Kto,
+    OnPolicyDistill,
+    Ppo,
+    Preference,
+    Reward,
+    Sft,
+    SimPo,
+)
 from bloomery.recipe.rewards import VerifierReward
 from bloomery.recipe.schema import Lora, Peft, Quantize
 from foreign_models import saved_model
@@ -70,6 +80,7 @@ CASES: dict[str, list[tuple[str, dict[str, Any], float]]] = {
     ],
     "objective reward": [("pairs", {"objective": Reward(kind="reward"), "head": "values"}, 1e-5)],
     "objective distill": [("text", {"objective": "distill"}, 1e-5)],
+    "objective on_policy_distill": [("prompts", {"objective": "on_policy_distill"}, 1e-5)],
     "objective grpo, rloo, ppo": [
         (
             "prompts",
@@ -427,6 +438,10 @@ def plan_of(
     if changes.get("objective") == "distill":
         changes["objective"] = Distill(
             kind="distill", teacher=str(folders["teacher"]), kd_ratio=0.5
+        )
+    if changes.get("objective") == "on_policy_distill":
+        changes["objective"] = OnPolicyDistill(
+            kind="on_policy_distill", teacher=str(folders["teacher"]), max_completion_length=8
         )
     if "adapter" in changes or foreign is not None:
         sections["model"] = {"source": folders[foreign or ("base, shared" if shares else "base")]}

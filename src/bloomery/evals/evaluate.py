@@ -422,7 +422,7 @@ def examples_with_pictures(data: Path, tokenizer: Tokenizer) -> Iterator[Example
 def _conversations(data: Path, tokenizer: Tokenizer) -> Iterator[Example]:
     for content, source in _rows(data, tokenizer):
         if not isinstance(content, Example):
-            problem = "is a text among conversations with pictures"
+            problem = "the row is a text among conversations with pictures"
             raise UserError(problem, where=source, fix="give rows with messages")
         yield content
 

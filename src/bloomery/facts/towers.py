@@ -361,6 +361,42 @@ def _gemma4(_config: Json, vision: Json, text_width: int) -> Tower:
     )
 
 
+def _gemma4_unified(_config: Json, vision: Json, text_width: int) -> Tower:
+    """No layers: patches as large as pooled ones are embedded, with a place in two axes."""
+    sizes = {
+        "patch_size": 16,
+        "pooling_kernel_size": 3,
+        "mm_embed_dim": 3840,
+        "mm_posemb_size": 1120,
+    }
+    size = {name: int(vision.get(name, usual)) for name, usual in sizes.items()}
+    width = size["mm_embed_dim"]
+    values = 3 * (size["patch_size"] * size["pooling_kernel_size"]) ** 2
+
+    def shapes() -> Shapes:
+        yield "embed_vision.pos_embedding", (size["mm_posemb_size"], 2, width)
+        yield from _norm("embed_vision.patch_ln1", values)
+        yield from _linear("embed_vision.patch_dense", width, values)
+        yield from _norm("embed_vision.patch_ln2", width)
+        yield from _norm("embed_vision.pos_norm", width)
+        projection = "embed_vision.multimodal_embedder.embedding_projection"
+        yield from _linear(projection, text_width, width, bias=False)
+
+    return Tower(
+        kind="gemma4_unified",
+        layers=0,
+        width=width,
+        inner=0,
+        heads=1,
+        head_width=width,
+        out=text_width,
+        patch_values=values,
+        merged=1,
+        gated=False,
+        shapes=dict(shapes()),
+    )
+
+
 def _mistral3(config: Json, vision: Json, text_width: int) -> Tower:
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24}
     sizes |= {"num_attention_heads": 16, "patch_size": 14}
@@ -462,6 +498,7 @@ _TOWERS: Mapping[str, Callable[[Json, Json, int], Tower]] = MappingProxyType(
     {
         "gemma3": _gemma3,
         "gemma4": _gemma4,
+        "gemma4_unified": _gemma4_unified,
         "internvl": _internvl,
         "lfm2_vl": _lfm2_vl,
         "mistral3": _mistral3,

@@ -267,7 +267,9 @@ def _allow_code(flow: Flow, recipe: Recipe) -> None:
     except OSError as error:
         if not (files or flow.hub.hooks):
             return
-        code = " and ".join(["Python files"] * bool(files) + ["hooks"] * bool(flow.hub.hooks))
+        code = " and ".join(
+            ["Python rewards and tools"] * bool(files) + ["hooks"] * bool(flow.hub.hooks)
+        )
         reason = f"cannot note that you asked for the {code} of this run: {error.filename}: {error.strerror}"
         later = "resume it with --trust-code, or set XDG_STATE_HOME to a folder that you can write"
         flow.hub.emit(Warned(reason=f"{reason}; {later}"))

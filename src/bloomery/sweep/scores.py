@@ -80,7 +80,11 @@ def judge(
                     fix=f"try it alone: bloomery eval {folder.name}",
                 )
             if answer == "silent":
-                raise UserError("the evaluation hangs", where=str(folder.path))
+                raise UserError(
+                    "the evaluation hangs",
+                    where=str(folder.path),
+                    fix=f"try it alone: bloomery eval {folder.name}",
+                )
             assert isinstance(answer, dict)
             if "error" in answer:
                 problem, where, fix = answer["error"]

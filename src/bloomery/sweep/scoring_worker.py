@@ -60,7 +60,11 @@ def _scores(job: Message) -> "tuple[Scores, int]":
         losses = losses_of_texts(decoder, tokenizer, Path(job["prepared"]))
         scores = Scores("eval.loss", losses.nats, losses.tokens)
     if not scores.weights.any():
-        raise UserError("no item of the run could be scored", where=job["prepared"])
+        raise UserError(
+            "no item of the run could be scored",
+            where=job["prepared"],
+            fix="check the rewards of the recipe, and data.validation",
+        )
     return scores, step
 
 

@@ -25,7 +25,7 @@ def host_update_seconds(step: StepShape, update_bytes: float, link: HostLink) ->
 
 
 def device_update_seconds(step: StepShape, link: HostLink) -> float:
-    """What copies would take if states, gradients and weights passed through the device instead: not supported yet."""
+    """Seconds of the copies if states, gradients and weights passed through the device instead: not supported yet."""
     weights = step.model.trainable_bytes(step.precision)
     states = step.model.optimizer_bytes(step.optimizer, step.precision)
     to_device = states + 2 * weights

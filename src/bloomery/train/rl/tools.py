@@ -28,7 +28,7 @@ SLACK_SECONDS = 30.0  # beyond what the calls may take together
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What the model is told, and whether the call failed."""
+    """The text that the model is told, and whether the call failed."""
 
     text: str
     failed: bool
