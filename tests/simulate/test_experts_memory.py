@@ -60,7 +60,8 @@ DIVIDED = {
 }
 
 
-@pytest.mark.parametrize("case", some([(case,) for case in DIVIDED], {("recomputed",)}))
+# What a rank's process has done before changes its peak by up to 4%: soak has quiet ones.
+@pytest.mark.parametrize("case", some([(case,) for case in DIVIDED], set()))
 def test_ranks_that_divide_experts_hold_what_shapes_say(case: str) -> None:
     """On average: a rank computes the rows that its experts are chosen for. Buckets are as small as these gradients."""
     split = MeshSplit(replicate=2, expert=2)
