@@ -70,6 +70,21 @@ def lookup(n: int) -> str:
         file.write(".")
     return f"answer {count}" if n % 2 else f"{n}"
 '''
+SLOW = '''
+import time
+from game import Guess
+
+
+class Slow(Guess):
+    def guess(self, n: int) -> str:
+        """Guess.
+
+        Args:
+            n: a number
+        """
+        time.sleep(0.4 * (self.secret % 2))
+        return super().guess(n)
+'''
 EDITS = (
     "data.sequence_length=192",
     "data.chat.template=short.jinja",
@@ -255,9 +270,8 @@ def test_a_run_that_is_killed_within_turns_ends_the_same(recipe, whole, tmp_path
     [
         ({}, 8),
         ({}, 3),
-        # Silent for minutes once, on two cores that other tests used; 22 s alone.
-        pytest.param({"replicate": 2}, 64, marks=pytest.mark.soak),
-        pytest.param({"shard": 2}, 8, marks=pytest.mark.soak),
+        ({"replicate": 2}, 64),
+        ({"shard": 2}, 8),
     ],
     ids=str,
 )
@@ -267,6 +281,19 @@ def test_episodes_are_the_same_on_any_ranks_and_slots(recipe, whole, tmp_path, m
     names = ("prompt_ids", "completion_ids", "messages", "given", "reward")
     ours, theirs = (
         [{name: row[name] for name in names} for row in completions(folder)["step-00000001.jsonl"]]
+        for folder in (tmp_path / "run", whole[0])
+    )
+    assert ours == theirs
+
+
+def test_ranks_wait_each_for_its_own_slow_tools(recipe, whole, tmp_path):
+    """A rank that waits is alone: what all ranks ask together would pair with another of their questions."""
+    (recipe / "slow.py").write_text(SLOW)
+    slow = ("rewards=[]", "environment={python: 'slow.py:Slow'}")
+    plan = on_ranks(plan_of(recipe, *EDITS, *slow, "train.max_steps=1"), replicate=2)
+    played(plan, tmp_path / "run", recipe)
+    ours, theirs = (
+        [row["completion_ids"] for row in completions(folder)["step-00000001.jsonl"]]
         for folder in (tmp_path / "run", whole[0])
     )
     assert ours == theirs

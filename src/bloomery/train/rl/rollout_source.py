@@ -407,7 +407,9 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
             plan.episodes,
             inputs.tokenizer,
             longest=plan.data.sequence_length,
-            stop=inputs.stop,
+            # All ranks ask together whether to stop. One that waits for its tools is alone: it asks before its next
+            # forwards.
+            stop=inputs.stop if mesh.world == 1 else lambda: False,
             on_note=lambda note: inputs.emit(Warned(step=inputs.state.progress.step, reason=note)),
         ),
         pictures=pictures,
