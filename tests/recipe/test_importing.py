@@ -1035,6 +1035,15 @@ def test_the_teacher_of_a_script_is_the_teacher(
     assert not recipe.rewards
 
 
+def test_the_quantization_of_a_teacher_is_not_that_of_the_model(tmp_path):
+    text = 'teacher = AutoModelForCausalLM.from_pretrained("a/large", quantization_config=config)\n'
+    text += f'{STUDENT}data = load_dataset("c/d")\n'
+    text += "trainer = DistillationTrainer(student, teacher_model=teacher)\n"
+    written, recipe, _ = imported(text, tmp_path, "theirs.py")
+    assert recipe.quantize.kind == "none" and recipe.objective.teacher == "a/large"
+    assert "objective.teacher_quantize" in listed(written)["quantization_config"]
+
+
 def test_rewards_of_a_script_are_functions_of_a_file(tmp_path):
     text = 'model = AutoModelForCausalLM.from_pretrained("a/b")\n'
     text += "trainer = GRPOTrainer(reward_funcs=[short, mine.right], args=GRPOConfig(num_generations=4))\n"

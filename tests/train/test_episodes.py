@@ -255,6 +255,14 @@ def test_a_template_whose_turns_nothing_ends_is_refused(monkeypatch, folder, tok
         played(monkeypatch, folder, tokenizer, {(0, 0): ["a"]})
 
 
+def test_tools_that_a_row_names_are_refused(monkeypatch, folder, tokenizer):
+    """No function answers them, and the model would not be told of them."""
+    turns = [{"role": "user", "content": "a"}]
+    prompts = [Prompt(np.array([1]), "a", turns, {"tools": [{"name": "search"}]})]
+    with pytest.raises(UserError, match="tools of its own"):
+        played(monkeypatch, folder, tokenizer, {(0, 0): ["a"]}, prompts=prompts)
+
+
 def test_an_environment_begins_each_episode_and_rewards_it(monkeypatch, folder, tokenizer):
     script = {(0, 0): [STEP % 4, "done"], (0, 1): ["nothing"], (0, 2): [STEP % 1, STEP % 2, "done"]}
     texts, policy = played(monkeypatch, folder, tokenizer, script, tools=(), environment="Counter")

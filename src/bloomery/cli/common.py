@@ -246,6 +246,16 @@ def json_option(function: F) -> F:
     )(function)
 
 
+def training_devices_option(function: F) -> F:
+    """The click option `devices: str | None` of commands that begin to train."""
+    return click.option(
+        "-d",
+        "--devices",
+        metavar="LIST",
+        help="Train on these devices: 0,1 or cpu [default: all alike GPUs].",
+    )(function)
+
+
 def trust_code_option(function: F) -> F:
     """The click option `trust_code: bool`."""
     return click.option(

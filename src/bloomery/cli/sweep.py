@@ -13,6 +13,7 @@ from bloomery.cli.common import (
     print_json,
     progress_line,
     recipe_argument,
+    training_devices_option,
 )
 from bloomery.core.errors import UserError
 from bloomery.core.units import counted, format_bytes, format_seconds
@@ -57,12 +58,7 @@ if TYPE_CHECKING:
     type=NewPath(),
     help="Use this folder [default: runs/RECIPE-sweep-ID].",
 )
-@click.option(
-    "-d",
-    "--devices",
-    metavar="LIST",
-    help="Train on these devices: 0,1 or cpu [default: all alike GPUs].",
-)
+@training_devices_option
 @click.option("--dry-run", is_flag=True, help="Print the runs and what they take, then exit.")
 @json_option
 def command(

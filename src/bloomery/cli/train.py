@@ -16,6 +16,7 @@ from bloomery.cli.common import (
     overrides_argument,
     recipe_or_model,
     run_argument,
+    training_devices_option,
     trust_code_option,
 )
 from bloomery.core.child import python_module
@@ -49,12 +50,7 @@ class WithLauncher(click.Command):
     type=NewPath(),
     help="Use this run folder [default: runs/RECIPE-DATE-TIME].",
 )
-@click.option(
-    "-d",
-    "--devices",
-    metavar="LIST",
-    help="Train on these devices: 0,1 or cpu [default: all alike GPUs].",
-)
+@training_devices_option
 @click.option("--dry-run", is_flag=True, help="Print the plan, then exit.")
 @click.option("--smoke-test", is_flag=True, help="Run 3 steps, then test save, resume and export.")
 @click.option(

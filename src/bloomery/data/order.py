@@ -40,6 +40,13 @@ def mix_arrays(states: NDArray[np.uint64], values: NDArray[np.uint64]) -> NDArra
     return states ^ states >> np.uint64(31)
 
 
+def uniform_numbers(
+    states: NDArray[np.uint64], positions: NDArray[np.uint64]
+) -> NDArray[np.float64]:
+    """A number in [0, 1) of each state and position: the upper 53 bits of `mix_arrays`."""
+    return (mix_arrays(states, positions) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
 def feistel(position: int, *, size: int, key: int) -> int:
     """A keyed bijection of 0 .. size - 1: Feistel rounds over the next even power of two, walked until the result is
     inside.

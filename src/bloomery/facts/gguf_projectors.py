@@ -111,6 +111,18 @@ _QWEN3 = _under(
 _TANH = ("gelu_pytorch_tanh",)
 _LAST_LAYER = {"vision_feature_layer": (-1,)}
 _QWEN_SIZES = {"num_hidden_layers": "depth", "num_attention_heads": "num_heads"}
+_QWEN3_SIZES: HfKeys = {  # of Qwen3-VL and Qwen3.5 where their config says nothing
+    "patch_size": 16,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "depth": 27,
+    "num_heads": 16,
+    "num_position_embeddings": 2304,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "hidden_act": "gelu_pytorch_tanh",
+    "projector_hidden_act": "gelu",
+}
 _QWEN_FIXED = {"temporal_patch_size": (2,), "spatial_merge_size": (2,), "rope_theta": (1e4,)}
 _NORM = "vision.attention.layer_norm_epsilon"
 
@@ -372,19 +384,7 @@ GGUF_PROJECTORS: Mapping[str, GgufProjector] = MappingProxyType(
             _QWEN3,
             changes={"visual.patch_embed.proj": "frames"},
             vision=_QWEN_SIZES,
-            defaults={
-                "patch_size": 16,
-                "hidden_size": 1152,
-                "intermediate_size": 4304,
-                "depth": 27,
-                "num_heads": 16,
-                "num_position_embeddings": 2304,
-                "spatial_merge_size": 2,
-                "temporal_patch_size": 2,
-                "hidden_act": "gelu_pytorch_tanh",
-                "projector_hidden_act": "gelu",
-                "deepstack_visual_indexes": [8, 16, 24],
-            },
+            defaults=_QWEN3_SIZES | {"deepstack_visual_indexes": [8, 16, 24]},
             describe=_qwen3,
             fixed={**_QWEN_FIXED, "hidden_act": _TANH},
             text_graph={"qwen3": "qwen3vl", "qwen3moe": "qwen3vlmoe"},
@@ -395,19 +395,7 @@ GGUF_PROJECTORS: Mapping[str, GgufProjector] = MappingProxyType(
             _QWEN3,
             changes={"visual.patch_embed.proj": "frames"},
             vision=_QWEN_SIZES,
-            defaults={
-                "patch_size": 16,
-                "hidden_size": 1152,
-                "intermediate_size": 4304,
-                "depth": 27,
-                "num_heads": 16,
-                "num_position_embeddings": 2304,
-                "spatial_merge_size": 2,
-                "temporal_patch_size": 2,
-                "hidden_act": "gelu_pytorch_tanh",
-                "projector_hidden_act": "gelu",
-                "deepstack_visual_indexes": [],
-            },
+            defaults=_QWEN3_SIZES | {"deepstack_visual_indexes": []},
             describe=_qwen3,
             fixed={**_QWEN_FIXED, "hidden_act": _TANH},
         ),

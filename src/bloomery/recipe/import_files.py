@@ -521,6 +521,10 @@ class _Script:
         """A model that is loaded, and not to be trained."""
         if key and node.args and key not in self.reading.keys:
             self.put(key, node.args[0])
+            if any(keyword.arg == "quantization_config" for keyword in node.keywords):
+                self.reading.unread["quantization_config"] = (
+                    "of the teacher, not read: set objective.teacher_quantize to nf4 or int8"
+                )
 
     def dataset(self, node: ast.Call) -> None:
         if "dataset_name" in self.reading.keys or not node.args:

@@ -24,5 +24,8 @@ def leave_network() -> str | None:
             ("uid_map", f"{user} {user} 1"),
             ("gid_map", f"{group} {group} 1"),
         ):
-            Path("/proc/self", name).write_text(text)
+            try:
+                Path("/proc/self", name).write_text(text)
+            except OSError as error:
+                return f"the system refuses it: {error.strerror}"
     return None

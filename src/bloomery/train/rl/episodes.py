@@ -20,7 +20,7 @@ from bloomery.data.chat.render import Renderer, as_message
 from bloomery.data.chat.tools import ToolCall
 from bloomery.data.chat.turns import Turns
 from bloomery.data.examples import Message
-from bloomery.data.order import mix_arrays
+from bloomery.data.order import uniform_numbers
 from bloomery.data.prompts import Prompt
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.infer.completions import Completion, Episode, sample_completions
@@ -172,6 +172,13 @@ class EpisodeSampler:
     ) -> None:
         """Resets the environments, and writes the prompts with the tools."""
         assert self._turns is not None, "used as a context"
+        for prompt in prompts:
+            if prompt.columns.get("tools"):
+                raise UserError(
+                    f"a row names tools of its own, which no function answers: {prompt.text[:80]!r}",
+                    where="data, column tools",
+                    fix="remove that column: the model is told of the recipe's tools and environment",
+                )
         rows = {
             episode.number: (episode.key, row_of(prompts[episode.completion.prompt]))
             for episode in episodes
@@ -217,8 +224,7 @@ class EpisodeSampler:
                 ],
                 dtype=np.uint64,
             )
-            bits = mix_arrays(keys, places) >> np.uint64(11)
-            return torch.from_numpy(bits.astype(np.float64) * 2.0**-53)
+            return torch.from_numpy(uniform_numbers(keys, places))
 
         answers = sample_completions(
             decoder,

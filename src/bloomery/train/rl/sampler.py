@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from bloomery.core.device import release_cached_memory
-from bloomery.data.order import mix_arrays
+from bloomery.data.order import uniform_numbers
 from bloomery.data.prompts import Prompt
 from bloomery.facts.limits import ROLLOUT_SLOTS
 from bloomery.infer.completions import Completion, Episode, Uniforms, sample_completions
@@ -135,8 +135,7 @@ def keyed_uniforms(keys: Mapping[tuple[int, int], int]) -> Uniforms:
     def uniforms(texts: Sequence[Completion]) -> Tensor:
         states = np.array([keys[text.prompt, text.number] for text in texts], dtype=np.uint64)
         positions = np.array([len(text.ids) for text in texts], dtype=np.uint64)
-        bits = mix_arrays(states, positions) >> np.uint64(11)
-        return torch.from_numpy(bits.astype(np.float64) * 2.0**-53)
+        return torch.from_numpy(uniform_numbers(states, positions))
 
     return uniforms
 
