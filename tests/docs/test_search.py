@@ -38,7 +38,7 @@ ANSWERS = {
     "sequence length": "how-to/choose-a-method.md",
     "serve": "how-to/serve.md",
     "ShareGPT": "reference/dataset-formats.md",
-    "tool calls": "how-to/chat-templates.md",
+    "tool calls": "how-to/tool-calls-and-reasoning.md",
     "validation set": "how-to/prepare-data.md",
     "VRAM": "explanation/memory.md",
 }

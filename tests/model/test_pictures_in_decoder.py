@@ -89,8 +89,8 @@ def test_logits_and_gradients_are_those_of_the_whole_model(both):
     made = ours(tokens, pictures=pictures, axes_3BT=axes_of(kind, tokens)).head
     assert_close(made, expected, atol=1e-4, rtol=1e-4)
 
-    # Gradients of Gemma 4's shapes are in the hundreds, of which float32 keeps six digits (transformers' norms are float32
-    # in every precision).
+    # Gradients of Gemma 4's shapes are in the hundreds, of which float32 keeps six digits (transformers' norms are
+    # float32 in every precision).
     weight_VT = torch.randn(expected.shape) * (0.05 if kind.startswith("gemma4") else 1.0)
     (expected * weight_VT).sum().backward()
     for parameter in ours.parameters():
