@@ -174,6 +174,11 @@ def _refuse_run(name: str) -> None:
     raise UserError(f"`{name}` is a run, not a recipe", where="RECIPE", fix=fix, code=2)
 
 
+def shown_path(path: Path) -> str:
+    """The path relative to the working folder where it is below that."""
+    return os.path.relpath(path) if path.absolute().is_relative_to(Path.cwd()) else str(path)
+
+
 _MAX_REMEMBERED_RECIPES = 200
 
 

@@ -6,7 +6,6 @@
 import gzip
 import lzma
 import math
-import os
 import shlex
 import shutil
 import signal
@@ -26,6 +25,7 @@ import click
 from rich.console import Console
 from rich.text import Text
 
+from bloomery.cli.common import shown_path
 from bloomery.core.child import kill_group, python_module
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB, format_count, format_seconds
@@ -232,11 +232,6 @@ def describe(machine: Machine) -> str:
     gpus = [f"GPU: {gpu.name}, {gpu.usable_bytes / GIB:.0f} GiB" for gpu in machine.accelerators]
     cpu = f"CPU: {host.cpu_name}, {host.cpu_cores} cores{bf16}"
     return " · ".join([*gpus, cpu, f"{host.memory_bytes / GIB:.0f} GiB memory"])
-
-
-def shown_path(path: Path) -> str:
-    """The path relative to the working folder where it is below that."""
-    return os.path.relpath(path) if path.absolute().is_relative_to(Path.cwd()) else str(path)
 
 
 def run_name(folder: Path) -> str:

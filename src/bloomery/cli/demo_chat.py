@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bloomery.cli.demo import Story, describe, follow_run, free_folder, run_name, shown_path
+from bloomery.cli.common import shown_path
+from bloomery.cli.demo import Story, describe, follow_run, free_folder, run_name
 from bloomery.core.errors import UserError
 from bloomery.core.run_folder import all_runs
 from bloomery.core.text import harmless

@@ -7,6 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bloomery.cli.common import shown_path
 from bloomery.cli.demo import (
     Kill,
     Story,
@@ -15,7 +16,6 @@ from bloomery.cli.demo import (
     free_folder,
     resume_killed,
     run_name,
-    shown_path,
     write_bars,
     write_next_steps,
 )

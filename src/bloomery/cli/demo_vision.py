@@ -5,6 +5,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bloomery.cli.common import shown_path
 from bloomery.cli.demo import (
     KILL_AT,
     NUM_REPEATED,
@@ -15,7 +16,6 @@ from bloomery.cli.demo import (
     free_folder,
     resume_killed,
     run_name,
-    shown_path,
     write_bars,
     write_next_steps,
 )

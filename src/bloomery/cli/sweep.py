@@ -13,6 +13,7 @@ from bloomery.cli.common import (
     print_json,
     progress_line,
     recipe_argument,
+    shown_path,
     training_devices_option,
 )
 from bloomery.core.errors import UserError
@@ -107,7 +108,7 @@ def command(
         raise UserError("--search halving takes no --budget", where="--budget", fix=fix, code=2)
 
     folder = sweep_folder(recipe, points, {}, run_dir)
-    echo(f"{'folder':<11}{_shown(folder.path)}", err=True)
+    echo(f"{'folder':<11}{shown_path(folder.path)}", err=True)
     sweep = Sweep(
         folder=folder,
         points=points,
@@ -299,10 +300,5 @@ def _verdict(folder: "SweepFolder", by_name: "dict[str, Point]", ranking: "Ranki
         if len(ranking.rows) == 1:
             verdict = "one run alone has been trained to its end"
         lines = [f"{'no winner':<11}{verdict}"]
-    lines.append(f"{'next':<11}bloomery chat {shlex.quote(_shown(folder.path / best.name))}")
+    lines.append(f"{'next':<11}bloomery chat {shlex.quote(shown_path(folder.path / best.name))}")
     return lines
-
-
-def _shown(path: Path) -> str:
-    here = Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
