@@ -39,6 +39,7 @@ PACKAGES = {
     "core": "errors, units, files, child processes",
 }
 TABLES = {
+    "core/tokens.css": "the look, once: colors in the light and in the dark, type, space; every page reads it",
     "facts/published.toml": "shapes of well-known models, each with its source, for plans before a download",
     "hardware/gpus.toml": "every GPU and CPU that is known: memory, rates, kernels, each with its source",
     "hardware/sites.toml": "clusters with Slurm: queues, GPUs of a node, modules, options of a job script",
@@ -48,7 +49,7 @@ TABLES = {
     "report/templates/style.css": "how the report looks, in the light and in the dark",
     "report/templates/image.css": "the same for a chart as an SVG file, in a notebook or a page",
     "studio/studio.js": "what studio's pages do in the browser: charts, colors, the clipboard, the keyboard's focus",
-    "studio/style.css": "how studio's pages look: reset, utility classes by Tailwind's names, and studio's own",
+    "studio/style.css": "how studio's pages look: reset, utility classes by Tailwind's names, components",
 }
 
 

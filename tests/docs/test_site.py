@@ -8,40 +8,36 @@ from types import SimpleNamespace
 import pytest
 from words_of_docs import ROOT
 
+from bloomery.core.look import colors
+from contrast import contrast
+
 sys.path.append(str(ROOT / "scripts"))
 
 import docs_links
 
 CSS = (ROOT / "docs/stylesheets/contrast.css").read_text()
-# The theme's backgrounds of a page and of the text on its header.
-PAGE = {"default": "#ffffff", "slate": "#1e2129"}
 
 
-def luminance(color: str) -> float:
-    """Relative luminance of #rrggbb (WCAG 2.1)."""
-    channels = [int(color[start : start + 2], 16) / 255 for start in (1, 3, 5)]
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+def color_of(name: str, *, dark: bool) -> str:
+    """What the theme's name for a color comes to: a token, or a pair of its own."""
+    value = re.search(rf"--md-{name}: ([^;]+);", CSS)
+    assert value is not None
+    if token := re.fullmatch(r"var\(--([\w-]+)\)", value[1]):
+        return colors(dark=dark)[token[1]]
+    pair = re.fullmatch(r"light-dark\((#[0-9a-f]{6}), (#[0-9a-f]{6})\)", value[1])
+    assert pair is not None, value[1]
+    return pair[1 + dark]
 
 
-def contrast(one: str, other: str) -> float:
-    low, high = sorted((luminance(one), luminance(other)))
-    return (high + 0.05) / (low + 0.05)
-
-
-def colors_of(scheme: str) -> dict[str, str]:
-    block = re.search(rf'scheme="{scheme}"\] {{(.*?)}}', CSS, re.DOTALL)
-    assert block is not None
-    return dict(re.findall(r"--md-([\w-]+): (#[0-9a-f]{6})", block[1]))
-
-
-def test_links_and_tabs_have_the_contrast_that_wcag_asks_of_text() -> None:
-    assert round(contrast("#000000", "#ffffff")) == 21
-    for scheme, background in PAGE.items():
-        colors = colors_of(scheme)
-        assert contrast(colors["typeset-a-color"], background) >= 4.5
-        assert contrast(colors["accent-fg-color"], background) >= 4.5
-        assert contrast("#ffffff", colors["primary-fg-color"]) >= 4.5  # header and tabs
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_text_has_the_contrast_that_wcag_asks_of_it(dark: bool) -> None:
+    page = color_of("default-bg-color", dark=dark)
+    for text in ("typeset-a-color", "accent-fg-color", "typeset-color", "default-fg-color--light"):
+        assert contrast(color_of(text, dark=dark), page) >= 4.5, text
+    code = color_of("code-bg-color", dark=dark)
+    assert contrast(color_of("code-fg-color", dark=dark), code) >= 4.5
+    header = color_of("primary-fg-color", dark=dark)
+    assert contrast(color_of("primary-bg-color", dark=dark), header) >= 4.5  # and tabs
 
 
 def test_search_works_in_pages_that_are_opened_as_files() -> None:

@@ -14,6 +14,7 @@ from typing import Any, Literal, final
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from bloomery.core.look import image_tokens, tokens
 from bloomery.core.text import redact_secrets
 
 TITLE = " · Bloomery"  # ends the title of every page
@@ -41,6 +42,8 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters["prose"] = prose
+    environment.globals["tokens"] = Markup(tokens())
+    environment.globals["image_tokens"] = Markup(image_tokens(".bloomery-chart"))
     return environment
 
 

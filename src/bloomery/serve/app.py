@@ -27,6 +27,7 @@ from starlette.responses import (
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from bloomery.core import look
 from bloomery.core.errors import UserError
 from bloomery.data.chat.thoughts import has_thought, is_thinking
 from bloomery.data.examples import Message
@@ -145,7 +146,8 @@ class Server:
     async def page(self, _: Request) -> Response:
         text = files("bloomery.serve").joinpath("page.html").read_text(encoding="utf-8")
         return HTMLResponse(
-            text, headers={"Content-Security-Policy": POLICY, "Referrer-Policy": "no-referrer"}
+            text.replace("/* tokens */", look.tokens(), 1),
+            headers={"Content-Security-Policy": POLICY, "Referrer-Policy": "no-referrer"},
         )
 
     async def health(self, _: Request) -> Response:

@@ -12,6 +12,7 @@ from nicegui import ui
 from nicegui.events import GenericEventArguments, ValueChangeEventArguments
 
 from bloomery.core.errors import UserError, one_line
+from bloomery.core.look import tokens
 from bloomery.core.text import harmless
 from bloomery.studio.charts import prefetch_links
 from bloomery.studio.commands import Command, Commands
@@ -56,10 +57,10 @@ def _script() -> str:
 def page(title: str, path: str, *, tells_errors: bool = True) -> Iterator[None]:
     """The frame of a page; inside the block its content. `tells_errors`: of its updates and buttons."""
     ui.page_title(f"{title} · Bloomery")
+    ui.add_css(tokens())
     ui.add_css(_STYLESHEET)
     ui.add_head_html(f"<script>{_script()}</script>")
     ui.add_head_html(prefetch_links())
-    ui.colors(primary="#296aac", positive="#26794f", negative="#b3313f", warning="#9a6500")
     chosen = ui.context.client.request.cookies.get(_COLORS)
     dark = ui.dark_mode({"dark": True, "light": False}.get(chosen or ""))  # None: as the system
 
@@ -78,20 +79,24 @@ def page(title: str, path: str, *, tells_errors: bool = True) -> Iterator[None]:
     if tells_errors:
         ui.on_exception(tell)
 
-    with ui.header().classes("items-center px-2 sm:px-4 py-1 gap-2 flex-nowrap").props("elevated"):
-        ui.label("Bloomery").classes("text-lg font-semibold max-sm:hidden")
-        nav = ui.element("nav").classes("flex flex-nowrap sm:gap-1 min-w-0 overflow-x-auto")
-        with nav.props('aria-label="Pages"'):
-            for place in PAGE_LINKS:
-                link = ui.link(place.name, place.path).classes("studio-link whitespace-nowrap")
-                if place.path == path:
-                    link.props("aria-current=page")
-        ui.space()
-        ui.button(icon="contrast").props(
-            'flat dense color=white aria-label="Switch between light and dark"'
-        ).on("click", change_colors, js_handler=f"() => emit(studioSwitchColors('{_COLORS}'))")
-    with ui.element("main").classes("w-full max-w-[1500px] mx-auto flex flex-col gap-4"):
-        yield
+    with ui.element("div").classes("frame"):
+        with ui.element("header").classes("rail"):
+            ui.label("Bloomery").classes("brand")
+            with ui.element("nav").classes("pages").props('aria-label="Pages"'):
+                for place in PAGE_LINKS:
+                    link = ui.link(place.name, place.path).classes("studio-link")
+                    if place.path == path:
+                        link.props("aria-current=page")
+            with ui.element("div").classes("foot"):
+                ui.button(icon="contrast").props(
+                    'flat dense aria-label="Switch between light and dark"'
+                ).on(
+                    "click",
+                    change_colors,
+                    js_handler=f"() => emit(studioSwitchColors('{_COLORS}'))",
+                )
+        with ui.element("main"):
+            yield
 
 
 def failure_of(error: Exception) -> UserError:
