@@ -25,7 +25,7 @@ from bloomery.recipe.mistakes import (
 from bloomery.recipe.plugins import refuse_unusable
 from bloomery.recipe.schema import LENGTHS, Recipe
 from bloomery.recipe.tools import refuse_file_of_a_tool, refuse_script
-from bloomery.recipe.values import write_duration
+from bloomery.recipe.values import write_duration, write_memory
 from bloomery.recipe.yaml import (
     MAX_BYTES,
     MAX_DEPTH,
@@ -170,17 +170,20 @@ def json_schema() -> dict[str, Any]:
             if name in properties[key]
         }
         properties[key] = {"anyOf": [{"enum": kinds}, properties[key]]} | described
-    with_lengths: dict[str, Any] = _with_lengths(schema | head)
-    return with_lengths
+    with_units: dict[str, Any] = _with_units(schema | head)
+    return with_units
 
 
-def _with_lengths(schema: Any) -> Any:
-    """Defaults that are lengths, in recipe notation: "1000 steps"."""
+def _with_units(schema: Any) -> Any:
+    """Defaults that are lengths or sizes, in recipe notation: "1000 steps", "4GiB"."""
     if isinstance(schema, dict):
         if set(schema) == {"amount", "unit"}:
             return write_duration(Duration(**schema))
-        return {key: _with_lengths(value) for key, value in schema.items()}
-    return [_with_lengths(value) for value in schema] if isinstance(schema, list) else schema
+        written = {key: _with_units(value) for key, value in schema.items()}
+        if written.get("format") == "bytes" and isinstance(written.get("default"), int):
+            written["default"] = write_memory(written["default"])
+        return written
+    return [_with_units(value) for value in schema] if isinstance(schema, list) else schema
 
 
 def dump_recipe(loaded: LoadedRecipe) -> str:

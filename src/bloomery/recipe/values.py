@@ -17,6 +17,8 @@ from pydantic import (
 from pydantic_core import CoreSchema
 
 from bloomery.core.units import (
+    GIB,
+    MIB,
     Duration,
     Unit,
     parse_bytes,
@@ -178,7 +180,20 @@ def _memory(value: object) -> int:
     return round(num_bytes)
 
 
-Memory = Annotated[int, BeforeValidator(_memory, json_schema_input_type=str | int)]
+def write_memory(value: int) -> str | int:
+    """In the largest unit of which it is a whole number: 4GiB, not 4294967296."""
+    for size, unit in ((GIB, "GiB"), (MIB, "MiB")):
+        if value and value % size == 0:
+            return f"{value // size}{unit}"
+    return value
+
+
+Memory = Annotated[
+    int,
+    BeforeValidator(_memory, json_schema_input_type=str | int),
+    PlainSerializer(write_memory, return_type=str | int, when_used="json"),
+    Field(json_schema_extra={"format": "bytes"}),
+]
 ClaimedNumber = Annotated[ClaimedRange, claimed(parse_count, "10B or 50 to 100")]
 ClaimedTime = Annotated[ClaimedRange, claimed(_wall_time, "8h or 5 to 7 days")]
 ClaimedBytes = Annotated[ClaimedRange, claimed(parse_bytes, "10 to 11 GB")]
