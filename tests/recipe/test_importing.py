@@ -538,6 +538,17 @@ CASES = {
         {},
         {"rlhf_type"},
     ),
+    "swift_grpo_teacher": (
+        "model: a/b\ndataset: c/d\nrlhf_type: grpo\nreward_funcs: [accuracy]\nteacher_model: x/y\n"
+        "teacher_kl_coef: 0.5\n",
+        {
+            "objective.kind": "grpo",
+            "objective.teacher": "x/y",
+            "objective.teacher_kl_coef": 0.5,
+            "objective.estimator": "sampled",
+        },
+        set(),
+    ),
     "swift_grpo": (
         "model: a/b\ndataset: c/d\nrlhf_type: grpo\nreward_funcs: [accuracy]\n",
         {

@@ -215,7 +215,7 @@ def test_two_ranks_train_as_one(recipe, tmp_path, axis):
 
 
 REFUSED = {
-    "rewards=[{python: 'my_rewards.py:spaces'}]": "rewards beside a teacher",
+    "rewards=[{python: 'my_rewards.py:spaces'}]": "grpo and rloo train on rewards",
     "objective.divergence=jsd": "estimates reverse_kl alone",
     "objective.num_iterations=2": "one step trains on a rollout",
 }

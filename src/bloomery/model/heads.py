@@ -453,6 +453,7 @@ class Teacher:
 # Rows of `Divergence`, beside the log-probabilities of both models.
 DIVERGENCE = 1
 AGREEMENT = 3
+ENTROPY = 4
 DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd"]
 
 
@@ -493,10 +494,11 @@ def _kl(logprobs_CV: Tensor, other_logprobs_CV: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class Divergence:
     """float32 [4, B, T] of each position: the log-probability of its label, the divergence from the teacher in nats,
-    the teacher's log-probability of the label, and 1 where both think the same token the likeliest.
+    the teacher's log-probability of the label, and 1 where both think the same token the likeliest; with `entropy`
+    [5, B, T], last the entropy of the model's distribution in nats, without a gradient.
 
     All are 0 where the weight is 0. Log-probabilities are of softmax(logits); those of `at_temperature` and the
-    teacher's, as the divergence, of softmax(logits / temperature). Logits of both models exist
+    teacher's, as the divergence and the entropy, of softmax(logits / temperature). Logits of both models exist
     for `chunk` rows at a time and are recomputed in backward. Embeddings of one vocabulary may be padded to
     different sizes: to the teacher, entries that only the model has are impossible.
     """
@@ -508,6 +510,7 @@ class Divergence:
     teacher: Teacher
     at_temperature: bool = False
     loss_positions_N: Tensor | None = None  # as in `LabelScores`
+    entropy: bool = False
 
     def __call__(self, hidden_BTD: Tensor, output: nn.Linear, softcap: float | None) -> Tensor:
         # Only positions with a loss are computed: their hidden states are taken out of the batch.
@@ -532,6 +535,7 @@ class Divergence:
             teacher_softcap=self.teacher.softcap,
             measure=self.measure,
             at_temperature=self.at_temperature,
+            entropy=self.entropy,
         )
         chunks = zip(
             torch.split(hidden_ND, self.chunk),
@@ -553,10 +557,10 @@ class Divergence:
         ]
 
         # Back at their positions in the batch, with zeros between them.
-        loss_results_4N = torch.cat(results, 1)
-        blank_results = loss_results_4N.new_zeros(4, self.labels_BT.numel())
-        all_results = blank_results.index_copy(1, loss_positions, loss_results_4N)
-        return all_results.view(4, *self.labels_BT.shape)
+        loss_results = torch.cat(results, 1)
+        blank_results = loss_results.new_zeros(len(loss_results), self.labels_BT.numel())
+        all_results = blank_results.index_copy(1, loss_positions, loss_results)
+        return all_results.view(-1, *self.labels_BT.shape)
 
 
 def _scores_and_divergence(
@@ -572,8 +576,9 @@ def _scores_and_divergence(
     teacher_softcap: float | None,
     measure: DivergenceMeasure,
     at_temperature: bool,
+    entropy: bool,
 ) -> Tensor:
-    """[4, C], as in `Divergence`."""
+    """[4, C] or [5, C], as in `Divergence`."""
     temperature = measure.temperature
     logits_CV = _capped_logits(hidden_CD, weight_VD, bias_V, softcap)
     with torch.no_grad():
@@ -592,7 +597,8 @@ def _scores_and_divergence(
         shared_labels_C1 = labels_C[:, None].clamp(max=num_shared - 1)
         teacher_scores_C = teacher_logprobs_CV.gather(1, shared_labels_C1).squeeze(1)
         agree_C = (logits_CV.argmax(1) == teacher_logprobs_CV.argmax(1)).to(scores_C.dtype)
-    return torch.stack([scores_C, divergence_C, teacher_scores_C, agree_C])
+        entropies = [-(logprobs_CV.exp() * logprobs_CV).sum(1)] if entropy else []
+    return torch.stack([scores_C, divergence_C, teacher_scores_C, agree_C, *entropies])
 
 
 def _capped_logits(

@@ -63,7 +63,7 @@ from bloomery.plan.types import (
     Verdict,
 )
 from bloomery.recipe.load import LoadedRecipe
-from bloomery.recipe.objectives import RewardedRollouts, Rollouts, Taught
+from bloomery.recipe.objectives import RewardedRollouts, Rollouts
 from bloomery.recipe.schema import Checkpoint, Claims, Lora, Recipe
 from bloomery.recipe.values import ClaimedRange, write_duration
 
@@ -588,7 +588,8 @@ def _ladder(recipe: Recipe, plan: RunPlan) -> Iterator[tuple[str, str]]:
             yield "objective.reference=host", "moves each layer of the reference model to the GPU"
         if plan.objective.reference != "nf4":
             yield "objective.reference=nf4", "the KL divergence is measured from a 4-bit copy"
-    if isinstance(plan.objective, Taught) and plan.objective.teacher_quantize == "none":
+    teacher = plan.objective.taught_by
+    if teacher is not None and teacher.quantize == "none":
         yield "objective.teacher_quantize=nf4", "the teacher's probabilities change a little"
     # Optimizer states, activations or frozen weights in fewer bits, or in CPU memory.
     if gpu and not settings.offload_activations:

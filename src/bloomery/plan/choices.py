@@ -28,7 +28,7 @@ from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import ReferencePlace, StepPictures
 from bloomery.plan.estimate.towers import TrainedTower
 from bloomery.plan.types import DatasetFacts, RunPlan
-from bloomery.recipe.objectives import Grpo, Ppo, RewardedRollouts, Rloo, Rollouts, Taught
+from bloomery.recipe.objectives import GroupRollouts, Grpo, Ppo, RewardedRollouts, Rloo, Rollouts
 from bloomery.recipe.schema import Adapter, AnyObjective, Lora, Peft, Recipe, VisionParts
 
 # of flash attention 2 (its README), which varlen_attn calls; wider heads are an error in the first step
@@ -403,6 +403,9 @@ def ineffective_settings(recipe: Recipe, *, accelerator: bool, precision: str) -
             yield f"{key} has no effect: the run needs no frozen copy of the start"
         elif recipe.objective.reference == "host" and not accelerator:
             yield f"{key} has no effect on a CPU: the copy is already in CPU memory"
+    if isinstance(recipe.objective, GroupRollouts) and recipe.objective.teacher is None:
+        for name in sorted(TEACHER_KEYS & recipe.objective.model_fields_set):
+            yield f"objective.{name} has no effect: objective.teacher is unset"
     if optimizer.stochastic_rounding and not _has_bfloat16(recipe, precision):
         remark = (
             "trainable parameters are float32; train.precision=bfloat16-pure makes them bfloat16"
@@ -507,12 +510,15 @@ def correction_of(objective: Grpo) -> Choice[bool]:
 
 
 def teacher_of(recipe: RunPlan) -> ModelConfig | None:
-    return known_config(recipe.objective.teacher) if isinstance(recipe.objective, Taught) else None
+    """The config of the teacher, if there is one."""
+    teacher = recipe.objective.taught_by
+    return None if teacher is None else known_config(teacher.model)
 
 
 def teacher_form(recipe: Recipe | RunPlan) -> str:
     """How the matrices of the teacher are kept, if there is one."""
-    return recipe.objective.teacher_quantize if isinstance(recipe.objective, Taught) else "none"
+    teacher = recipe.objective.taught_by
+    return "none" if teacher is None else teacher.quantize
 
 
 def extra_forwards(recipe: Recipe | RunPlan) -> int:
@@ -533,6 +539,11 @@ def memory_setting(plan: RunPlan) -> str:
         offload_activations=plan.train.offload_activations,
     )
 
+
+# Of an objective with rewards, which may have a teacher.
+TEACHER_KEYS = frozenset(
+    ("teacher_quantize", "teacher_kl_coef", "divergence", "jsd_beta", "estimator")
+)
 
 COPIES: Mapping[ReferencePlace, str] = MappingProxyType(
     {
@@ -575,10 +586,10 @@ def objective_choices(
                 "precomputed reference", f"{reference.reason}; one forward pass over the dataset"
             ),
         )
-    if teacher is not None and isinstance(recipe.objective, Taught):
-        kind = recipe.objective.teacher_quantize
-        form = "" if kind == "none" else f" in {kind}"
-        reason = f"{recipe.objective.teacher} stays in memory{form} next to the model"
+    taught_by = recipe.objective.taught_by
+    if teacher is not None and taught_by is not None:
+        form = "" if taught_by.quantize == "none" else f" in {taught_by.quantize}"
+        reason = f"{taught_by.model} stays in memory{form} next to the model"
         yield (
             "objective.teacher",
             Choice(f"teacher of {format_count(parameter_count(teacher))}", reason),

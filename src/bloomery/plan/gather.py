@@ -73,7 +73,7 @@ from bloomery.plan.unsupported import (
 from bloomery.plan.vision import refuse_without_pictures
 from bloomery.random_models import is_random
 from bloomery.recipe.load import LoadedRecipe
-from bloomery.recipe.objectives import Rollouts, Taught
+from bloomery.recipe.objectives import Rollouts
 from bloomery.recipe.rewards import ModelReward
 from bloomery.recipe.schema import Model, NoAdapter, Recipe, Source
 
@@ -169,9 +169,8 @@ def facts_of(
     known_vocabulary = None if start is None else known_config(start).vocab_size
     added = 0 if start is None else new_tokens(recipe)
     ids = () if start is None else new_ids(recipe)
-    teacher = (
-        known_config(recipe.objective.teacher) if isinstance(recipe.objective, Taught) else None
-    )
+    taught_by = recipe.objective.taught_by
+    teacher = None if taught_by is None else known_config(taught_by.model)
     names = [reward.model for reward in recipe.rewards if isinstance(reward, ModelReward)]
     reward_models = [_reward_model(name) for name in dict.fromkeys(names)]
     refuse_misfits(recipe, trained, dataset, known_vocabulary=known_vocabulary, added=added)
@@ -296,8 +295,8 @@ def fetch(recipe: Recipe, *, weights: bool) -> None:
     by the headers of their files; a plan takes a local folder with a config alone.
     """
     models = [] if recipe.model.from_ is None else [(recipe.model, recipe.objective.spec.values)]
-    if isinstance(recipe.objective, Taught):
-        models.append((Model(**{"from": recipe.objective.teacher}), False))
+    if (teacher := recipe.objective.taught_by) is not None:
+        models.append((Model(**{"from": teacher.model}), False))
     # A folder or a run is read as it is; a reward model of the Hub has its values in its weights. A plan needs neither.
     if weights:
         models += [(Model(**{"from": name}), False) for name in reward_models_of_hub(recipe)]
@@ -345,7 +344,8 @@ def models_of(recipe: Recipe) -> list[str]:
     """Models that the recipe loads weights from."""
     start = [] if recipe.model.from_ is None else [recipe.model.from_]
     start += reward_models_of_hub(recipe)
-    return [*start, recipe.objective.teacher] if isinstance(recipe.objective, Taught) else start
+    teacher = recipe.objective.taught_by
+    return start if teacher is None else [*start, teacher.model]
 
 
 def reward_models_of_hub(recipe: Recipe) -> list[str]:
@@ -432,8 +432,8 @@ def _vision_weights(name: str | None) -> tuple[int, int]:
 
 def _teacher_tower_weights(recipe: Recipe) -> int:
     """Those of the recipe's teacher, if it has one."""
-    objective = recipe.objective
-    return _vision_weights(objective.teacher)[0] if isinstance(objective, Taught) else 0
+    teacher = recipe.objective.taught_by
+    return 0 if teacher is None else _vision_weights(teacher.model)[0]
 
 
 def longest_document(prepared: Path, manifest: Manifest) -> int:
@@ -627,9 +627,8 @@ def _checked_rows(recipe: Recipe) -> _CheckedRows:
         if document.tokens and tokenizer is not None:
             checked_tokens(document, tokenizer)
     # The teacher, whose tokenizer is the data's own; None where it is only on the Hub.
-    teacher = (
-        cached_model(recipe.objective.teacher) if isinstance(recipe.objective, Taught) else None
-    )
+    taught_by = recipe.objective.taught_by
+    teacher = None if taught_by is None else cached_model(taught_by.model)
     if (
         teacher is not None
         and is_bare(teacher)

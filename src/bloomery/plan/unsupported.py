@@ -324,8 +324,18 @@ def refuse_reward_misfits(recipe: Recipe) -> None:
                 code=2,
             )
         return
+    if objective.taught_by is not None:
+        assert isinstance(objective, OnPolicyDistill | GroupRollouts)
+        _refuse_estimator_misfits(objective)
     if isinstance(objective, OnPolicyDistill):
-        _refuse_teacher_misfits(recipe, objective)
+        if recipe.rewards:
+            raise UserError(
+                "on_policy_distill trains on the teacher's probabilities alone; grpo and rloo train on rewards, with a"
+                " teacher or without",
+                where="rewards",
+                fix="set objective.kind=grpo, which takes a teacher as well, or rewards=[]",
+                code=2,
+            )
     elif not recipe.rewards and recipe.environment.python is None:
         raise UserError(
             f"{objective.kind} needs rewards, which score the completions",
@@ -361,15 +371,8 @@ def refuse_reward_misfits(recipe: Recipe) -> None:
     refuse_no_room(recipe)
 
 
-def _refuse_teacher_misfits(recipe: Recipe, objective: OnPolicyDistill) -> None:
-    """Raises UserError for rewards beside a teacher, and for the estimator of one step where it would be of another."""
-    if recipe.rewards:
-        raise UserError(
-            "not supported yet: rewards beside a teacher, whose probabilities are all that trains",
-            where="rewards",
-            fix="set rewards=[], or objective.kind=grpo",
-            code=2,
-        )
+def _refuse_estimator_misfits(objective: OnPolicyDistill | GroupRollouts) -> None:
+    """Raises UserError for an estimator of a sampled token where it would be of another divergence."""
     if objective.estimator == "full":
         return
     if objective.divergence != "reverse_kl":

@@ -229,6 +229,13 @@ def _grpo(draft: Draft) -> None:
     for name, usual in numbers.items():
         value = draft.number(name)
         draft.set(f"objective.{name}", usual if value is None else value, name)
+    # A teacher beside rewards judges the tokens that were sampled.
+    if draft.given("teacher_model"):
+        weight = draft.number("teacher_kl_coef")
+        draft.set("objective.teacher", draft.get("teacher_model"), "teacher_model")
+        draft.set("objective.teacher_kl_coef", 1.0 if weight is None else weight, "teacher_kl_coef")
+        if draft.number("num_iterations") in (None, 1):
+            draft.set("objective.estimator", "sampled", reason="of teacher_kl_coef")
 
 
 def _ppo(draft: Draft) -> None:

@@ -3,7 +3,7 @@
 The facts about each are in `facts/objectives.py`.
 """
 
-from typing import Annotated, Any, ClassVar, Literal, Union
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -11,6 +11,15 @@ from bloomery.facts.objectives import OBJECTIVES, ObjectiveSpec
 from bloomery.facts.table import OpenTable
 from bloomery.recipe.sections import Section, key
 from bloomery.recipe.values import Auto, Share
+
+TeacherQuantize = Literal["none", "nf4", "int8"]
+
+
+class TeacherSettings(NamedTuple):
+    """A teacher: its folder or Hub id, and the form of its matrices in memory."""
+
+    model: str
+    quantize: TeacherQuantize
 
 
 class ObjectiveSection(Section):
@@ -21,6 +30,11 @@ class ObjectiveSection(Section):
     @property
     def spec(self) -> ObjectiveSpec:
         return OBJECTIVES[self.kind]
+
+    @property
+    def taught_by(self) -> TeacherSettings | None:
+        """The teacher, if there is one."""
+        return None
 
 
 class Pretrain(ObjectiveSection):
@@ -85,16 +99,42 @@ class Reward(ObjectiveSection):
     kind: Literal["reward"] = Field(description="Reward model: one number per text.")
 
 
+TEACHER = "Teacher model: a folder in Hugging Face format or a Hub id"
+A_TEACHER = "Qwen/Qwen2.5-7B-Instruct"
+
+
 class Taught(ObjectiveSection):
     """Learns from the probabilities of another model, the teacher."""
 
-    teacher: str = Field(
-        description="Teacher model: a folder in Hugging Face format or a Hub id.",
-        examples=["Qwen/Qwen2.5-7B-Instruct"],
+    teacher: str | None = key(
+        None, f"{TEACHER}, whose divergence is a term of the loss; unset: none.", A_TEACHER
     )
-    teacher_quantize: Literal["none", "nf4", "int8"] = key(
+    teacher_quantize: TeacherQuantize = key(
         "none",
         "Form of the teacher's matrices in memory; 4 and 8 bits change its probabilities a little.",
+    )
+
+    @property
+    def taught_by(self) -> TeacherSettings | None:
+        if self.teacher is None:
+            return None
+        return TeacherSettings(self.teacher, self.teacher_quantize)
+
+
+class TaughtByDivergence(Taught):
+    """The loss, or a term of it, is the divergence from the teacher at each token that the model sampled."""
+
+    divergence: Literal["reverse_kl", "forward_kl", "jsd"] = key(
+        "reverse_kl",
+        "reverse_kl: KL divergence of the model from the teacher; forward_kl: of the teacher from the model; jsd: of"
+        " both from their mixture.",
+    )
+    jsd_beta: Annotated[float, Field(gt=0.0, lt=1.0)] = key(
+        0.5, "jsd: the teacher's weight in the mixture that both are compared with (TRL's beta)."
+    )
+    estimator: Literal["full", "sampled"] = key(
+        "full",
+        "Sum over the vocabulary, or the log ratio of the sampled token alone as its advantage (reverse_kl).",
     )
 
 
@@ -102,6 +142,7 @@ class Distill(Taught):
     """Distillation: `kd_ratio` of the loss is the divergence from a larger model, the rest is that of the labels."""
 
     kind: Literal["distill"] = Field(description="Knowledge distillation from a teacher.")
+    teacher: str = Field(description=f"{TEACHER}.", examples=[A_TEACHER])
     temperature: PositiveFloat = key(1.0, "Temperature of both distributions.")
     kd_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = key(
         0.5,
@@ -151,8 +192,8 @@ class RewardedRollouts(Rollouts):
         return weight
 
 
-class GroupRollouts(RewardedRollouts):
-    """Compares the completions of a prompt with each other."""
+class GroupRollouts(TaughtByDivergence, RewardedRollouts):
+    """Compares the completions of a prompt with each other; a teacher may judge their tokens as well."""
 
     num_generations: Annotated[int, Field(ge=2)] = key(8, "Completions per prompt.")
     max_turns: PositiveInt = key(
@@ -170,6 +211,13 @@ class GroupRollouts(RewardedRollouts):
     )
     mask_truncated_completions: bool = key(
         False, "Mask completions that reach max_completion_length without an end token."
+    )
+    teacher_kl_coef: NonNegativeFloat = key(
+        1.0, "With a teacher: weight of the divergence from it, a mean over tokens."
+    )
+    ce_coef: NonNegativeFloat = key(
+        0.0,
+        "Weight of the cross-entropy of completions that were better than their group, a mean over their tokens.",
     )
 
 
@@ -254,25 +302,14 @@ class Ppo(RewardedRollouts):
     vf_coef: NonNegativeFloat = key(0.1, "Weight of the value head's loss.")
 
 
-class OnPolicyDistill(Rollouts, Taught):
+class OnPolicyDistill(Rollouts, TaughtByDivergence):
     """The model samples, and learns what the teacher thinks of each token (arXiv:2306.13649, GKD)."""
 
     kind: Literal["on_policy_distill"] = Field(
         description="On-policy distillation: a teacher scores the completions of the model that trains."
     )
+    teacher: str = Field(description=f"{TEACHER}.", examples=[A_TEACHER])
     num_generations: PositiveInt = key(1, "Completions per prompt.")
-    divergence: Literal["reverse_kl", "forward_kl", "jsd"] = key(
-        "reverse_kl",
-        "reverse_kl: KL divergence of the model from the teacher; forward_kl: of the teacher from the model; jsd: of"
-        " both from their mixture.",
-    )
-    jsd_beta: Annotated[float, Field(gt=0.0, lt=1.0)] = key(
-        0.5, "jsd: the teacher's weight in the mixture that both are compared with (TRL's beta)."
-    )
-    estimator: Literal["full", "sampled"] = key(
-        "full",
-        "Sum over the vocabulary, or the log ratio of the sampled token alone as its advantage (reverse_kl).",
-    )
 
 
 # By kind. Installed packages add theirs before the schema is built.

@@ -53,6 +53,15 @@ GROUPS: tuple[tuple[str, str, Mapping[str, str]], ...] = (
     ("Entropy", "nats per token", {"entropy": "of the model's distribution"}),
     ("KL divergence", "nats per token, from the reference model", {"kl": "training"}),
     (
+        "Terms of the loss",
+        "each divided by its own count, before its weight",
+        {
+            "loss/rl": "by rewards",
+            "loss/teacher": "divergence from the teacher",
+            "loss/ce": "cross-entropy of the better completions",
+        },
+    ),
+    (
         "Divergence from the teacher",
         "nats per token that the model sampled",
         {"divergence": "over the vocabulary", "log_ratio": "of the sampled tokens"},

@@ -35,7 +35,6 @@ from bloomery.parallel.stage import keep_stage
 from bloomery.plan.estimate.mesh import ONE_DEVICE, MeshSplit
 from bloomery.plan.pipeline import even_groups, most_in_flight, stage_of
 from bloomery.plan.types import RunPlan
-from bloomery.recipe.objectives import Taught
 from bloomery.simulate.graphs import compile_blocks
 from bloomery.simulate.kernels import FakeResults, GpuFunctions, flash, score_operators
 from bloomery.simulate.streamed import FakeStream
@@ -88,7 +87,7 @@ def simulated_step(
         num_batches = min(2 * plan.train.stream_micro_batches, plan.train.accumulation)
         batches = [_batch(plan) for _ in range(num_batches)]
         teacher = None
-        if isinstance(plan.objective, Taught):
+        if plan.objective.taught_by is not None:
             teacher = meta_teacher(TeacherPlan.of(plan))
         tracker.call("weights", [] if teacher is None else weights(teacher))
         tracker.call("inputs", [tensor for batch in batches for tensor in batch.tensors()])

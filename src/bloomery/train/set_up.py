@@ -30,7 +30,6 @@ from bloomery.plan.choices import reference_of
 from bloomery.plan.lengths import in_epochs
 from bloomery.plan.store import note_model, read_identity
 from bloomery.plan.types import CheckpointPlan, RunPlan
-from bloomery.recipe.objectives import Taught
 from bloomery.recipe.schema import NoAdapter
 from bloomery.train.batch_source import (
     BatchSource,
@@ -146,8 +145,8 @@ def fix_start(plan: RunPlan, run_dir: Path, mesh: Mesh) -> RunPlan:
         "plain sdpa does not keep documents apart"
     )
     plan = with_base(plan, run_dir, mesh)
-    if isinstance(plan.objective, Taught) and mesh.first_rank:
-        note_model(run_dir, "teacher", digest(local_model(plan.objective.teacher)))
+    if (teacher := plan.objective.taught_by) is not None and mesh.first_rank:
+        note_model(run_dir, "teacher", digest(local_model(teacher.model)))
     return plan
 
 

@@ -49,12 +49,15 @@ class EvalResult:
     @classmethod
     def of_reward(cls, held_out: HeldOutReward) -> "EvalResult":
         """A higher reward is a lower loss."""
+        metrics = {"reward": held_out.reward}
+        if (taught := held_out.taught) is not None:
+            metrics |= {"divergence": taught.divergence, "agreement": taught.agreement}
         return cls(
             loss=-held_out.reward,
             tokens=held_out.tokens,
             bytes=None,
             seconds=held_out.seconds,
-            metrics={"reward": held_out.reward},
+            metrics=metrics,
             prompts=held_out.prompts,
         )
 

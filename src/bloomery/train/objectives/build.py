@@ -36,6 +36,7 @@ from bloomery.plan.choices import correction_of, reference_of
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.objectives import (
     Distill,
+    GroupRollouts,
     Grpo,
     Kto,
     ObjectiveSection,
@@ -51,6 +52,7 @@ from bloomery.recipe.objectives import (
 from bloomery.train.objectives.distillation import TeacherPlan, divergence_head, load_teacher
 from bloomery.train.objectives.losses import (
     LossParts,
+    LossTerm,
     PairScores,
     dft_loss,
     distillation_loss,
@@ -66,6 +68,7 @@ from bloomery.train.objectives.losses import (
     reward_loss,
     sequence_sums,
     simpo_loss,
+    sum_of_terms,
 )
 from bloomery.train.rl.policy_loss import PolicyLoss, SamplingCorrection
 from bloomery.train.rl.ppo import PpoLoss
@@ -406,28 +409,100 @@ def _mean_at_least_0(kl_sums: Tensor) -> Tensor:
 # Reinforcement learning
 
 
+@dataclass(frozen=True)
+class TermScales:
+    """Completes the micro-batches of a step with the scale of each further term of its loss, `scale/NAME` in extras.
+
+    A step divides all that it sums by one number, that of the first term, `count`. The scale is the term's weight times
+    that number over the term's own, of all ranks: each term is then divided by what it is summed over. `terms`: the
+    weight and the number of each, by name.
+    """
+
+    count: Callable[[Batch], float]
+    terms: Mapping[str, tuple[float, Callable[[Batch], float]]]
+    mesh: Mesh
+
+    def __call__(self, model: Decoder, batches: Sequence[Batch]) -> list[Batch]:
+        del model
+        counts = (self.count, *(count for _, count in self.terms.values()))
+        step_count, *term_counts = self.mesh.all_reduce_sum(
+            *(sum(map(count, batches)) for count in counts)
+        )
+        scales = {
+            f"scale/{name}": torch.tensor(weight * max(1.0, step_count) / max(1.0, term_count))
+            for (name, (weight, _)), term_count in zip(self.terms.items(), term_counts, strict=True)
+        }
+        return [batch.with_extras(**scales) for batch in batches]
+
+
 def policy(inputs: ObjectiveInputs) -> Objective:
-    """GRPO and RLOO, on completions that the model sampled."""
+    """GRPO and RLOO, on completions that the model sampled.
+
+    The divergence from a teacher, and the cross-entropy of the better completions, may be further terms of the loss.
+    """
     settings = inputs.objective
     assert isinstance(settings, Grpo | Rloo)
     loss_of = policy_loss_of(settings)
+    head: Callable[[Batch], Head] = policy_scoring(settings, inputs.scoring)
+    further_terms: dict[str, tuple[float, Callable[[Batch], float]]] = {}
+    if settings.taught_by is not None:
+        chunk = inputs.scoring.settings.chunk
+        head = on_policy_head(settings, inputs.load_teacher(), chunk, entropy=True)
+        further_terms["teacher"] = (settings.teacher_kl_coef, count_loss_tokens)
+    if settings.ce_coef:
+        further_terms["ce"] = (settings.ce_coef, lambda batch: float(better_tokens(batch).sum()))
 
-    def loss(results_2BT: Tensor, batch: Batch) -> LossParts:
-        scores_BT, entropies_BT = results_2BT
-        return loss_of(scores_BT, entropies_BT, batch)
+    def loss(results: Tensor, batch: Batch) -> LossParts:
+        # Rows of the head: log-probabilities first, entropies last, a teacher's between them.
+        scores_BT = results[0]
+        rl = loss_of(scores_BT, results[-1], batch)
+        if not further_terms:
+            return rl
+        terms = [LossTerm("rl", rl, 1.0)]
+        if "teacher" in further_terms:
+            is_sampled = settings.estimator == "sampled"
+            divergence = on_policy_loss(results[:4], batch.loss_mask, sampled=is_sampled)
+            terms.append(LossTerm("teacher", divergence, batch.extras["scale/teacher"]))
+        if "ce" in further_terms:
+            cross_entropy = next_token_loss(scores_BT, better_tokens(batch))
+            terms.append(LossTerm("ce", cross_entropy, batch.extras["scale/ce"]))
+        return sum_of_terms(terms, rl.count)
 
-    before = None
+    reference_scores = None
     if loss_of.beta:
         assert inputs.base_scores is not None, "the plan refuses a divergence without its reference"
         score_settings = replace(inputs.base_scores.settings, temperature=settings.temperature)
-        before = replace(inputs.base_scores, settings=score_settings)
+        reference_scores = replace(inputs.base_scores, settings=score_settings)
+    term_scales = None
+    if further_terms:
+        term_scales = TermScales(loss_of.count, further_terms, inputs.mesh)
     return Objective(
-        head=policy_scoring(settings, inputs.scoring),
+        head=head,
         loss=loss,
         count=loss_of.count,
-        before=before,
+        before=one_after_the_other(reference_scores, term_scales),
         loss_unit="completion",
     )
+
+
+def better_tokens(batch: Batch) -> Tensor:
+    """float32 [B, T]: 1 at the loss tokens of completions that were better than their group."""
+    return batch.loss_mask * (batch.extras["advantages"] > 0)
+
+
+def one_after_the_other(*all_before: Before | None) -> Before | None:
+    """One that does what each of these does, in their order; None for none."""
+    present = [before for before in all_before if before is not None]
+    if len(present) < 2:
+        return present[0] if present else None
+
+    def together(model: Decoder, batches: Sequence[Batch]) -> list[Batch]:
+        completed = list(batches)
+        for before in present:
+            completed = before(model, completed)
+        return completed
+
+    return together
 
 
 def proximal_policy(inputs: ObjectiveInputs) -> Objective:
@@ -508,11 +583,17 @@ def on_policy_distill(inputs: ObjectiveInputs) -> Objective:
 
 
 def on_policy_head(
-    settings: OnPolicyDistill, teacher: Decoder, chunk: int
+    settings: OnPolicyDistill | GroupRollouts,
+    teacher: Decoder,
+    chunk: int,
+    *,
+    entropy: bool = False,
 ) -> Callable[[Batch], Head]:
     """The head of a micro-batch of completions."""
     measure = DivergenceMeasure(settings.divergence, settings.temperature, settings.jsd_beta)
-    return lambda batch: divergence_head(batch, teacher, measure, chunk=chunk, at_temperature=True)
+    return lambda batch: divergence_head(
+        batch, teacher, measure, chunk=chunk, at_temperature=True, entropy=entropy
+    )
 
 
 BUILDERS: Mapping[str, Callable[[ObjectiveInputs], Objective]] = MappingProxyType(

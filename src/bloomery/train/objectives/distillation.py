@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from bloomery.model.heads import Divergence, DivergenceMeasure, Teacher
 from bloomery.model.io.weights import load_decoder, quantize_model
 from bloomery.model.vision import load_tower
 from bloomery.plan.types import RunPlan
-from bloomery.recipe.objectives import Taught
+from bloomery.recipe.objectives import TeacherQuantize
 from bloomery.recipe.schema import Quantize
 
 
@@ -42,7 +42,7 @@ class TeacherPlan:
     folder: Path
     prepared: Path
     sequence_length: int
-    quantize: Literal["none", "nf4", "int8"]
+    quantize: TeacherQuantize
     quantized_by: Dequantizer
     is_packed: bool
     attention: str
@@ -51,12 +51,13 @@ class TeacherPlan:
 
     @classmethod
     def of(cls, plan: RunPlan) -> "TeacherPlan":
-        assert isinstance(plan.objective, Taught)
+        teacher = plan.objective.taught_by
+        assert teacher is not None, "the objective has a teacher"
         return cls(
-            folder=local_model(plan.objective.teacher),
+            folder=local_model(teacher.model),
             prepared=plan.data.prepared,
             sequence_length=plan.data.sequence_length,
-            quantize=plan.objective.teacher_quantize,
+            quantize=teacher.quantize,
             quantized_by=plan.quantized_by,
             # A rollout packs completions as documents.
             is_packed=plan.data.layout == "packed" or plan.objective.spec.samples,
@@ -89,7 +90,7 @@ def _load(
     dtype: torch.dtype,
     device: str,
     attention: str,
-    kind: Literal["none", "nf4", "int8"],
+    kind: TeacherQuantize,
     reader: Dequantizer,
     vision: Vision | None,
 ) -> Decoder:
@@ -107,7 +108,7 @@ def _load(
     return teacher.requires_grad_(False)
 
 
-def _frozen(teacher: Decoder, *, kind: Literal["none", "nf4", "int8"], reader: Dequantizer) -> None:
+def _frozen(teacher: Decoder, *, kind: TeacherQuantize, reader: Dequantizer) -> None:
     """In place, before the weights are read."""
     teacher.requires_grad_(False)
     if kind != "none":
@@ -183,6 +184,7 @@ def divergence_head(
     *,
     chunk: int,
     at_temperature: bool = False,
+    entropy: bool = False,
 ) -> Divergence:
     """The head of one micro-batch; the teacher's forward runs inside it."""
 
@@ -206,4 +208,5 @@ def divergence_head(
         teacher_of_batch,
         at_temperature,
         loss_positions_in(batch),
+        entropy,
     )

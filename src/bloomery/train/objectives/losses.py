@@ -5,7 +5,7 @@ that no shape depends on the data and the host never waits for the device.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -262,6 +262,28 @@ def distillation_loss(
         "nats": sum_and_count(-scores_BT, is_loss_token_BT),
     }
     return LossParts((losses_BT * loss_mask_BT).sum(), loss_mask_BT.sum(), metrics)
+
+
+class LossTerm(NamedTuple):
+    """A term of a loss: its sum over a micro-batch, the tokens or responses summed over, and its weight in the loss.
+
+    `scale`: the weight over the number of the whole step, so that scaled terms add up.
+    """
+
+    name: str
+    parts: LossParts
+    scale: Tensor | float
+
+
+def sum_of_terms(terms: Sequence[LossTerm], count: Tensor) -> LossParts:
+    """Their scaled sum, and as metrics the mean of each, `loss/NAME`, beside those of its own. `count`: of the sum."""
+    scaled = [term.parts.total * term.scale for term in terms]
+    metrics: dict[str, Tensor] = {}
+    for name, parts, _ in terms:
+        total = parts.total.detach()
+        metrics |= parts.metrics
+        metrics[f"loss/{name}"] = torch.stack([total, parts.count.to(total.dtype)])
+    return LossParts(torch.stack(scaled).sum(), count, metrics)
 
 
 def on_policy_loss(output_4BT: Tensor, loss_mask_BT: Tensor, *, sampled: bool) -> LossParts:

@@ -66,16 +66,6 @@ class RolloutSettings:
 
 
 @dataclass(frozen=True)
-class HeldOutReward:
-    """The mean reward of one completion of each held-out prompt, and how many tokens these have."""
-
-    reward: float
-    prompts: int
-    tokens: int
-    seconds: float
-
-
-@dataclass(frozen=True)
 class HeldOutDivergence:
     """The mean divergence from the teacher, in nats per token of completions of held-out prompts, and the share of
     tokens at which both think the same the likeliest.
@@ -85,6 +75,20 @@ class HeldOutDivergence:
     agreement: float
     tokens: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class HeldOutReward:
+    """The mean reward of one completion of each held-out prompt, and how many tokens these have.
+
+    `taught`: how far the model is from its teacher on them; None without one.
+    """
+
+    reward: float
+    prompts: int
+    tokens: int
+    seconds: float
+    taught: HeldOutDivergence | None = None
 
 
 @dataclass(frozen=True)
@@ -197,6 +201,7 @@ class RolloutSource:
             phase="evaluation",
         )
         num_tokens = sum(len(text.ids) for text in completions)
+        divergence = None
         if self._taught is not None:
             samples = [
                 _sample_of(text, prompts[text.prompt], prompt_number=text.prompt)
@@ -205,9 +210,10 @@ class RolloutSource:
             divergences, agreements = self._taught.rows_of_head(
                 samples, MicroBatchShape.of(plan.train, plan.data), (DIVERGENCE, AGREEMENT)
             )
-            return HeldOutDivergence(
-                sum(map(sum, divergences)) / num_tokens,
-                sum(map(sum, agreements)) / num_tokens,
+            num_sampled = sum(sample.num_sampled for sample in samples)
+            divergence = HeldOutDivergence(
+                sum(map(sum, divergences)) / num_sampled,
+                sum(map(sum, agreements)) / num_sampled,
                 num_tokens,
                 time.perf_counter() - start_time,
             )
@@ -215,12 +221,13 @@ class RolloutSource:
             total for total in self._scorer.score(prompts, completions).totals if total == total
         ]
         if not totals:
-            return None
+            return divergence
         return HeldOutReward(
             mean_of(torch.tensor(totals, dtype=torch.float64)),
             len(totals),
             num_tokens,
             time.perf_counter() - start_time,
+            divergence,
         )
 
     def _next_rollout(self, plan: RunPlan) -> SampledRollout:
@@ -374,7 +381,8 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
         pictures,
     )
     taught = None
-    if isinstance(objective, OnPolicyDistill):
+    if objective.taught_by is not None:
+        assert isinstance(objective, OnPolicyDistill | GroupRollouts)
         # The step has loaded the teacher: this is the same one.
         head = on_policy_head(objective, load_teacher(TeacherPlan.of(plan)), plan.model.score_chunk)
         seen = RolloutPictures(plan.data.prepared, held_out)
