@@ -1,8 +1,8 @@
 """Write the generated pages of docs/reference: `python scripts/reference_pages.py`.
 
 commands.md comes from click, dataset-formats.md from the code that reads rows, events.md from the event classes,
-hardware.md from gpus.toml, recipe.md (scripts/recipe_page.py) and the table of objectives.md from the schema. A test
-compares each with this output.
+hardware.md from gpus.toml, recipe.md (scripts/recipe_page.py) and the table of objectives.md from the schema,
+python-api.md (scripts/python_page.py) from docstrings. A test compares each with this output.
 """
 
 import ast
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import python_page
 import recipe_page
 
 from bloomery.cli import cli
@@ -595,6 +596,7 @@ PAGES: dict[Path, Callable[[], str]] = {
     HOME / "hardware.md": hardware_page,
     recipe_page.PAGE: recipe_page.page,
     recipe_page.EVERYTHING: recipe_page.everything,
+    python_page.PAGE: python_page.page,
 }
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def load(
     step: str = "best",
     device: str = "auto",
     quantize: str | None = None,
-    on_load: OnText = lambda _: None,
+    on_load: OnText | None = None,
 ) -> "Model":
     """A model with its tokenizer: `.generate(prompt)`, `.chat(message)`, `.decoder` (a torch module in eval mode,
     which returns the logits as `.head`).
@@ -57,7 +57,7 @@ def load(
     folder, use = _located(model, device, quantize)
     from bloomery.infer.generate import Model
 
-    return Model.load(folder, step=step, use=use, on_load=on_load)
+    return Model.load(folder, step=step, use=use, on_load=on_load or _ignore)
 
 
 def train(
@@ -190,6 +190,10 @@ class Run:
         return Run(outcome.folder, outcome.code)
 
 
+def _ignore(text: str) -> None:
+    """Take a line that the caller did not ask for."""
+
+
 def _print_note(note: str) -> None:
     print(f"rewards    {note}", file=sys.stderr)
 
@@ -263,8 +267,8 @@ def evaluate(
     quantize: str | None = None,
     rewards: Sequence[RewardOfRun] = (),
     trust_code: bool = False,
-    on_load: OnText = lambda _: None,
-    on_note: OnText = lambda _: None,
+    on_load: OnText | None = None,
+    on_note: OnText | None = None,
 ) -> "TextScores | PictureScores | PairMetrics | RewardScores":
     """Loss, perplexity and bits per byte on `data` (a file or folder); accuracy on preference pairs for a reward model;
     for a run with rewards the mean reward of completions of prompts; with pictures right answers and a control.
@@ -272,26 +276,29 @@ def evaluate(
     `data`: None uses a run's validation set. `rewards`: the functions that `train` was given. `trust_code`: as in
     `Run.resume`. `bos`: add a BOS token to each text, so that its first token is scored. `template`: the chat template
     of conversations, by default the tokenizer's own. `on_note` gets each remark about the result.
+
+        print(bloomery.evaluate("last", "test.jsonl").loss)
     """
     folder, use = _located(model, device, quantize)
     from bloomery.evals.evaluate import evaluate_model
     from bloomery.train.rl.reward_functions import served
 
     data = None if data is None else Path(data)
+    note = on_note or _ignore
     _, functions = _reward_entries(rewards)
-    with served(functions, on_note):
-        result, notes = evaluate_model(
+    with served(functions, note):
+        result, remarks = evaluate_model(
             folder,
             data,
             step=step,
             bos=bos,
             template=template,
             use=use,
-            on_load=on_load,
+            on_load=on_load or _ignore,
             trust_code=trust_code,
         )
-    for note in notes:
-        on_note(note)
+    for remark in remarks:
+        note(remark)
     return result
 
 
@@ -305,13 +312,15 @@ def evaluate_task(
     template: str | None = None,
     device: str = "auto",
     quantize: str | None = None,
-    on_load: OnText = lambda _: None,
+    on_load: OnText | None = None,
     **settings: Any,
 ) -> "TaskReport":
     """Scores of a task file with 95% confidence intervals; `.results`, `.outputs`.
 
     `against`: another model, compared on the same items with a paired test. `settings`: shots, limit, chat, extract,
     max_new_tokens, stop, temperature, seed. A run records the results.
+
+        report = bloomery.evaluate_task("last", "questions.jsonl", against="Qwen/Qwen3-0.6B", limit=200)
     """
     folder, use = _located(model, device, quantize)
     from bloomery.evals import tasks
@@ -323,7 +332,7 @@ def evaluate_task(
         TaskSettings(template=template, bos=bos, **settings),
         against=None if against is None else _named(against),
         use=use,
-        on_load=on_load,
+        on_load=on_load or _ignore,
     )
 
 
@@ -338,12 +347,14 @@ def evaluate_harness(
     limit: int | None = None,
     device: str = "auto",
     quantize: str | None = None,
-    on_load: OnText = lambda _: None,
+    on_load: OnText | None = None,
 ) -> "TaskReport":
     """Scores of lm-evaluation-harness (extra `lm-eval`) on `tasks`, with 95% confidence intervals over documents.
 
     `include_path`: a folder of more task files. `against`: another model, compared with a paired test. A run records
     the results.
+
+        report = bloomery.evaluate_harness("last", ["arc_easy"], limit=100)
     """
     folder, use = _located(model, device, quantize)
     from bloomery.evals.harness import HarnessSettings
@@ -360,7 +371,7 @@ def evaluate_harness(
         settings,
         against=None if against is None else _named(against),
         use=use,
-        on_load=on_load,
+        on_load=on_load or _ignore,
     )
 
 
@@ -374,10 +385,13 @@ def compare(
     template: str | None = None,
     device: str = "auto",
     quantize: str | None = None,
-    on_load: OnText = lambda _: None,
+    on_load: OnText | None = None,
 ) -> "TaskReport":
-    """Bits per byte of two models on the same texts (None: the validation set of the run `model`), with the p-value of
-    a paired permutation test over documents. A run records the results.
+    """Bits per byte of two models on the same texts, with the p-value of a paired permutation test over documents.
+
+    `data`: None uses the validation set of the run `model`. A run records the results.
+
+        print(bloomery.compare("first", "second").results[0])
     """
     folder, use = _located(model, device, quantize)
     from bloomery.evals import tasks
@@ -389,7 +403,7 @@ def compare(
         bos=bos,
         template=template,
         use=use,
-        on_load=on_load,
+        on_load=on_load or _ignore,
     )
 
 
@@ -402,13 +416,15 @@ def generate(
     step: str = "best",
     device: str = "auto",
     quantize: str | None = None,
-    on_load: OnText = lambda _: None,
+    on_load: OnText | None = None,
     **settings: Any,
 ) -> str:
     """The completion of `prompt`, up to one of the `stop` texts; with `chat`, the reply in the model's chat template.
 
     `settings`: max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed. To complete several
     prompts, use `load`.
+
+        print(bloomery.generate("last", "What is a bloomery?", chat=True, max_new_tokens=100))
     """
     loaded_model = load(model, step=step, device=device, quantize=quantize, on_load=on_load)
     complete = loaded_model.chat if chat else loaded_model.generate
@@ -433,6 +449,8 @@ def export(
     `dtype`: of hf and merged weights (None keeps the model's) and of GGUF (f32, f16, bf16, q8_0, q4_0, q4_K_M,
     q5_K_M, q6_K; None is f16, for ollama q8_0). `weights`: of the adapters of BASE+ADAPTER+ADAPTER, merged (1 each
     by default). `verify`: read the export back, compare and run it.
+
+        print(bloomery.export("last", "my-model", layout="merged").folder)
     """
     # A GGUF file has names of its own for the types that PyTorch has, too.
     gguf_type = dtype or ("q8_0" if layout == "ollama" else "f16")

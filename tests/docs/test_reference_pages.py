@@ -1,5 +1,8 @@
 """The generated pages of docs/reference are current, and what they show is what the code accepts."""
 
+import ast
+import inspect
+import re
 import sys
 from dataclasses import fields
 
@@ -8,8 +11,10 @@ from words_of_docs import ROOT, quoted
 
 sys.path.append(str(ROOT / "scripts"))
 
+import python_page
 import reference_pages
 
+import bloomery
 from bloomery.cli import COMMANDS
 from bloomery.data.sources.formats import FORMATS
 from bloomery.hardware.specs import gpu_table
@@ -52,3 +57,23 @@ def test_every_event_has_a_section_with_its_fields() -> None:
 def test_every_gpu_has_a_row() -> None:
     page = reference_pages.hardware_page()
     assert all(f"| {spec.name} | {spec.arch} |" in page for spec in gpu_table().gpu)
+
+
+def test_the_python_api_is_plain_markdown_with_every_function() -> None:
+    """Readable on a code host, too: no directive of a site builder, no signature with a lambda."""
+    page = python_page.page()
+    assert ":::" not in page
+    assert "lambda" not in page
+    assert {f"### {name}" for name in bloomery.__all__ if name != "__version__"} <= set(
+        page.splitlines()
+    )
+    sections = dict(part.partition("\n")[::2] for part in page.split("\n### ")[1:])
+    for name in python_page.FUNCTIONS:
+        parameters = inspect.signature(getattr(bloomery, name)).parameters
+        signature, _, text = sections[name].partition("```python\n")[2].partition("```")
+        assert [
+            parameter for parameter in parameters if not re.search(rf"\b{parameter}\b", signature)
+        ] == []
+        assert "```python" in text, f"{name} has no example"
+        for example in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+            ast.parse(example)
