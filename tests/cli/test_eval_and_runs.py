@@ -252,7 +252,10 @@ def test_a_mistake_before_the_first_step_is_not_resumed(tmp_path, monkeypatch, e
 
 def test_runs_where_there_are_none(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert json.loads(CliRunner().invoke(runs_command, ["--json"]).stdout) == {"runs": []}
+    assert json.loads(CliRunner().invoke(runs_command, ["--json"]).stdout) == {
+        "runs": [],
+        "sweeps": [],
+    }
     assert "no runs in runs/" in CliRunner().invoke(runs_command, []).stdout
 
 

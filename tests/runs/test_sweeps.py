@@ -9,6 +9,7 @@ import pytest
 from runs_of_bloomery import Bloomery, assert_bitwise_equal, losses, write_workshop
 
 from bloomery.monitor.events import RunEnded, StepDone, read_events
+from bloomery.sweep.table import read_sweep
 
 SWEEP = ("sweep", "tiny.yaml", "optimizer.learning_rate=1e-2,1e-3", "--json", "--run-dir", "runs/s")
 RUNS = ("learning_rate-1e-2", "learning_rate-1e-3")
@@ -57,6 +58,8 @@ def test_a_finished_sweep_trains_nothing_and_a_value_more_trains_one_run(
 ) -> None:
     calm, expected = calm_sweep
     bloomery = Bloomery(calm.parent.parent)
+    stored = read_sweep(calm).document() | {"failed": [], "left_out": []}
+    assert table(json.dumps(stored)) == expected
     logs = [(calm / name / "events.jsonl").read_bytes() for name in RUNS]
     again = bloomery.run(*SWEEP)
     assert again.returncode == 0 and table(again.stdout) == expected

@@ -9,7 +9,7 @@ from bloomery.runs.flow import EndedRun
 from bloomery.sweep import drive
 from bloomery.sweep.points import points_of
 from bloomery.sweep.scores import Metric
-from bloomery.sweep.store import Score, SweepFolder
+from bloomery.sweep.store import Score, sweep_folder
 
 OVERRIDES = ("optimizer.learning_rate=1e-4,1e-3,1e-2,1e-1",)
 SECONDS = 10.0  # of each run
@@ -38,8 +38,7 @@ def sweep(tmp_path, monkeypatch):
         monkeypatch.setattr(drive, "judge", judge)
         monkeypatch.setattr(drive, "seconds_of", lambda _folder: SECONDS)
         points = points_of("demo-chat-lora", OVERRIDES, search="grid", runs=None, seed=0)
-        folder = SweepFolder(tmp_path / "sweep")
-        folder.path.mkdir(exist_ok=True)
+        folder = sweep_folder("demo-chat-lora", points, {}, tmp_path / "sweep")
         return drive.Sweep(folder, points, Metric(), lambda *_: None, **settings)
 
     build.started = started

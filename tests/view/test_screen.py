@@ -19,7 +19,7 @@ from bloomery.monitor.events import (
     to_json,
 )
 from bloomery.view.planned_figures import PlannedFigures
-from bloomery.view.plot import plot, settled_top
+from bloomery.view.plot import interval_strips, plot, settled_top
 from bloomery.view.run_view import RunView
 from bloomery.view.screen import Screen, frame, view_for_screen
 from runs_for_tests import made_up_run, step_done
@@ -309,3 +309,10 @@ def test_a_small_screen_shows_more_of_the_newest_sample_instead_of_two_beginning
     assert "at 20" in low and "at 10" not in low and " b" in low
     high = "\n".join(drawn([step_done(1), step_done(2), *samples], 80, 50))
     assert "at 20" in high and "at 10" in high
+
+
+def test_intervals_are_drawn_on_one_scale():
+    """From 0 to 10 on eleven columns: a column per unit."""
+    figures = [(1.0, 0.0, 3.0), (10.0, 9.0, 10.0), (5.0, None, None)]
+    assert interval_strips(figures, width=11, plain=True) == ["-o--", "         -o", "     o"]
+    assert interval_strips([(2.0, None, None)], width=11) == ["●"]

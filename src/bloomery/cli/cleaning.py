@@ -8,7 +8,7 @@ import click
 
 from bloomery.cli.common import echo, json_option, print_json
 from bloomery.core.errors import UserError
-from bloomery.core.run_folder import find_run
+from bloomery.core.run_folder import find_run, find_sweep
 from bloomery.core.units import counted, format_bytes
 from bloomery.runs.cleaning import Leftover, deletable, delete, leftovers
 
@@ -26,14 +26,15 @@ dry_run_option = click.option(
 def rm_command(runs: tuple[str, ...], yes: bool, dry_run: bool, as_json: bool) -> None:
     """Delete runs with their checkpoints.
 
-    RUN is a path, a name under runs/, or `last`. Shows first what is lost and how much it is. A run in progress is
-    refused. Exports in other folders and prepared datasets stay: `bloomery runs clean` deletes what no run uses.
+    RUN is a path, a name under runs/, or `last`; a sweep is deleted with all its runs. Shows first what is lost and how
+    much it is. A run in progress is refused. Exports in other folders and prepared datasets stay: `bloomery runs clean`
+    deletes what no run uses.
 
     Example: bloomery runs rm demo-2 qwen2.5-1.5b-lora-20260101-120000
 
     Example: bloomery runs rm last --dry-run
     """
-    folders = dict.fromkeys(find_run(name).absolute() for name in runs)
+    folders = dict.fromkeys((find_sweep(name) or find_run(name)).absolute() for name in runs)
     items = [deletable(_relative(folder)) for folder in folders]
     _delete(items, [], yes=yes, dry_run=dry_run, as_json=as_json)
 

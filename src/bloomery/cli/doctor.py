@@ -29,7 +29,7 @@ from bloomery.core import __version__
 from bloomery.core.child import python_module
 from bloomery.core.errors import UserError
 from bloomery.core.files import open_input, read_input, write_durably
-from bloomery.core.run_folder import all_runs
+from bloomery.core.run_folder import every_run
 from bloomery.core.text import expanded, redact_secrets
 from bloomery.hardware.doctor.symptoms import PIN, Finding
 from bloomery.hardware.machine import Machine
@@ -469,7 +469,7 @@ NAMES_IN_SLURM = re.compile("NODELIST|HOST|USER|ACCOUNT|SUBMIT_DIR|JOB_NAME|PART
 def write_bundle(file: Path, machine: Machine, findings: Sequence[dict[str, Any]]) -> int:
     """Write a bundle; return its size in bytes. Raises UserError if the file cannot be written."""
     log_lines: list[str] = []
-    runs = all_runs()
+    runs = every_run()
     if runs and (log := runs[-1] / "log.txt").is_file():
         log_lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
     content = {

@@ -6,6 +6,7 @@
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import click
 from rich.console import Console
@@ -28,7 +29,16 @@ from bloomery.cli.cleaning import clean_command, rm_command
 from bloomery.cli.common import echo, json_option, literal, print_json, run_argument
 from bloomery.core.errors import UserError
 from bloomery.core.files import write_durably
-from bloomery.core.run_folder import RunFolder, all_runs, existing, find_run, resume_argument
+from bloomery.core.run_folder import (
+    RunFolder,
+    all_runs,
+    all_sweeps,
+    every_run,
+    existing,
+    find_run,
+    is_sweep,
+    resume_argument,
+)
 from bloomery.core.run_lock import alive, beats, holder_of, host_name, start_mark, worked_on
 from bloomery.core.signals import SAVE_SIGNAL
 from bloomery.core.units import format_bytes
@@ -46,6 +56,7 @@ from bloomery.monitor.events import (
     read_events,
 )
 from bloomery.recipe.values import LONGEST_PROFILE
+from bloomery.runs.cleaning import size_of
 from bloomery.runs.event_hub import last_step
 from bloomery.train.diagnostics.profile_request import NOT_RECORDED, PROFILE, PROFILE_ASKED
 from bloomery.view.incidents import KILLED
@@ -53,6 +64,9 @@ from bloomery.view.metrics_json import metrics_of
 from bloomery.view.reader import RunReader, status_at_end
 from bloomery.view.screen import Screen, frame, picture, view_for_screen
 from bloomery.view.summary import RunSummary, summary_of
+
+if TYPE_CHECKING:
+    from bloomery.sweep.table import SweepTable
 
 
 @final
@@ -283,25 +297,76 @@ class RunLine:
     command: str | None
 
 
+@dataclass(frozen=True)
+class SweepLine:
+    """A sweep in the list of runs.
+
+    `state`: running, done, stopped, unreadable. `judged` of `runs` have a figure. `command` continues it; None when it
+    is running or done. `table`: None when it is unreadable.
+    """
+
+    name: str
+    state: str
+    runs: int
+    judged: int
+    bytes: int
+    command: str | None
+    table: "SweepTable | None"
+
+    @property
+    def best(self) -> str:
+        """The best run in words; "" without a figure."""
+        run = self.table.best if self.table is not None else None
+        if run is None or self.table is None:
+            return ""
+        return f"{self.table.metric} {run.metric:.4f}: {run.text}"
+
+    def document(self) -> dict[str, Any]:
+        """The sweep in the document of --json, its runs with the best first."""
+        document = {"name": self.name, "state": self.state, "bytes": self.bytes}
+        figures = {} if self.table is None else self.table.document()
+        return document | {"command": self.command} | figures
+
+
 @click.group(invoke_without_command=True)
 @json_option
+@click.option("--all", "all_of_sweeps", is_flag=True, help="List the runs of sweeps, too.")
 @click.pass_context
-def command(context: click.Context, as_json: bool) -> None:
+def command(context: click.Context, as_json: bool, all_of_sweeps: bool) -> None:
     """List the runs in runs/, newest last, and the commands that resume them.
+
+    A sweep is one line with its best run.
 
     Example: bloomery runs --json
     """
     if context.invoked_subcommand is not None:
         return
+    sweeps = {folder: describe_sweep(folder, noise=as_json) for folder in all_sweeps()}
     lines = [describe(folder) for folder in all_runs()]
     if as_json:
-        print_json({"runs": [asdict(line) for line in lines]})
+        documents = [sweep.document() for sweep in sweeps.values()]
+        print_json({"runs": [asdict(line) for line in lines], "sweeps": documents})
         return
-    if not lines:
+    if all_of_sweeps:
+        lines = [describe(folder) for folder in every_run()]
+    if not lines and not sweeps:
         echo("no runs in runs/; start one with `bloomery demo` or `bloomery train RECIPE`")
         return
 
-    # A narrow terminal shows fewer columns, but always the run, its state and its step.
+    if lines:
+        _print_runs(lines)
+    if sweeps:
+        _print_sweeps(list(sweeps.values()))
+
+    # Only the newest runs are likely to be resumed.
+    commands = [line.command for line in lines if line.command][-3:]
+    commands += [sweep.command for sweep in sweeps.values() if sweep.command][-3:]
+    for index, next_command in enumerate(commands):
+        echo(f"{'' if index else 'next':<11}{next_command}")
+
+
+def _print_runs(lines: list[RunLine]) -> None:
+    """A narrow terminal shows fewer columns, but always the run, its state and its step."""
     rows = [_COLUMNS, *(_cells(line) for line in lines)]
     if all(line.reward is None for line in lines):  # nothing here was trained with rewards
         reward_column = _COLUMNS.index("reward")
@@ -315,14 +380,40 @@ def command(context: click.Context, as_json: bool) -> None:
         cells += [cell.rjust(width) for cell, width in zip(figures, widths[2:], strict=False)]
         echo("  ".join(cells).rstrip())
 
-    # Only the newest runs are likely to be resumed.
-    resume_commands = [line.command for line in lines if line.command][-3:]
-    for index, resume_command in enumerate(resume_commands):
-        echo(f"{'' if index else 'next':<11}{resume_command}")
+
+def _print_sweeps(sweeps: list[SweepLine]) -> None:
+    """A line for each; what does not fit into it is the end of the settings of its best run."""
+    rows = [("sweep", "state", "judged", "on disk", "best")]
+    for sweep in sweeps:
+        judged = f"{sweep.judged}/{sweep.runs}"
+        rows.append((sweep.name, sweep.state, judged, format_bytes(sweep.bytes), sweep.best))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    max_width = get_terminal_size((sum(widths) + 2 * len(widths), 24)).columns
+    for name, state, judged, size, best in rows:
+        cells = [name.ljust(widths[0]), state.ljust(widths[1])]
+        cells += [judged.rjust(widths[2]), size.rjust(widths[3]), best]
+        line = "  ".join(cells).rstrip()
+        echo(line if len(line) <= max_width else line[: max_width - 3] + "...")
 
 
 command.add_command(rm_command)
 command.add_command(clean_command)
+
+
+def describe_sweep(folder: Path, *, noise: bool = False) -> SweepLine:
+    """The line of a sweep. `noise`: with intervals and tests, as in `sweep.table.read_sweep`."""
+    from bloomery.sweep.table import read_sweep
+
+    size = size_of(folder)
+    try:
+        table = read_sweep(folder, noise=noise)
+    except UserError:
+        return SweepLine(folder.name, "unreadable", 0, 0, size, None, None)
+    judged = sum(run.metric is not None for run in table.runs)
+    command = None
+    if table.state == "stopped" and table.command:
+        command = shlex.join(["bloomery", *table.command])
+    return SweepLine(folder.name, table.state, len(table.runs), judged, size, command, table)
 
 
 def describe(folder: Path) -> RunLine:
@@ -340,14 +431,14 @@ def describe(folder: Path) -> RunLine:
     if state not in ("running", "done") and not (state == "failed" and repeats_mistake(summary)):
         command = f"bloomery resume {resume_argument(folder.absolute())}"
     return RunLine(
-        name=folder.name,
+        name=f"{folder.parent.name}/{folder.name}" if is_sweep(folder.parent) else folder.name,
         state=state,
         step=summary.step,
         steps=summary.planned_steps,
         loss=summary.smoothed,
         bits_per_byte=summary.evaluation.bits_per_byte if summary.evaluation else None,
         reward=summary.judged_reward,
-        bytes=sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
+        bytes=size_of(folder),
         command=command,
     )
 

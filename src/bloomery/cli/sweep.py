@@ -1,8 +1,9 @@
 """`bloomery sweep RECIPE key=a,b ...`: a run for each combination of settings, ranked by held-out loss"""
 
-import shlex
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from shutil import get_terminal_size
+from typing import TYPE_CHECKING
 
 import click
 
@@ -17,18 +18,30 @@ from bloomery.cli.common import (
     training_devices_option,
 )
 from bloomery.core.errors import UserError
+from bloomery.core.run_folder import RunFolder, resume_argument
 from bloomery.core.units import counted, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from bloomery.plan.types import RunPlan
     from bloomery.sweep.drive import SweepEnd
     from bloomery.sweep.points import Point, Search
-    from bloomery.sweep.ranking import Ranking, Row
     from bloomery.sweep.scores import Metric
-    from bloomery.sweep.store import SweepFolder
+    from bloomery.sweep.table import SweepRun, SweepTable
+
+WORDS = "bloomery.words"  # key of click's context: the arguments as typed
+WIDTH = 100  # without a terminal
+NARROWEST_PICTURE, WIDEST_PICTURE = 16, 40
 
 
-@click.command()
+class WithWords(click.Command):
+    """A click command that keeps what was typed: a sweep stores the command that continues it."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[WORDS] = [word for word in args if word != "--json"]
+        return super().parse_args(ctx, args)
+
+
+@click.command(cls=WithWords)
 @recipe_argument
 @click.option(
     "--metric",
@@ -89,8 +102,8 @@ def command(
     from bloomery.cli.train import time_compiling
     from bloomery.sweep.drive import Sweep
     from bloomery.sweep.points import points_of
-    from bloomery.sweep.ranking import ranked
     from bloomery.sweep.store import sweep_folder
+    from bloomery.sweep.table import table_of
 
     # What was typed wrong in any combination is refused before the first one trains.
     budget_seconds = None if budget is None else seconds_of(budget, "--budget")
@@ -118,14 +131,26 @@ def command(
         budget_seconds=budget_seconds,
         expected_seconds=expected_seconds,
         measure=time_compiling,
+        command=["sweep", *click.get_current_context().meta[WORDS]],
     )
     with progress_line("sweep"):
         end = sweep.run() if rungs is None else sweep.halve(rungs)
-    ranking = ranked(end.judged, lower_is_better=ranked_by.lower_is_better)
+    table = table_of(
+        folder,
+        {point.name: point.settings for point in points},
+        ranked_by.kind,
+        end.judged,
+        end.dropped,
+        lower_is_better=ranked_by.lower_is_better,
+    )
     if as_json:
-        print_json(_document(folder, points, ranked_by.kind, ranking, end))
+        failed = [
+            {"settings": failure.point.values, "reason": failure.reason} for failure in end.failures
+        ]
+        left_out = [{"settings": point.values} for point in end.left_out]
+        print_json(table.document() | {"failed": failed, "left_out": left_out})
     else:
-        for line in _table(folder, points, ranked_by.kind, ranking, end):
+        for line in _page(table, points, end):
             echo(line)
     if end.code in (75, 130):
         echo("next       the same command continues this sweep", err=True)
@@ -207,98 +232,60 @@ def _mean_seconds(plans: "list[RunPlan]") -> float | None:
     return sum(seconds) / len(seconds) if len(seconds) == len(plans) else None
 
 
-def _document(
-    folder: "SweepFolder", points: "list[Point]", metric: str, ranking: "Ranking", end: "SweepEnd"
-) -> dict[str, Any]:
-    """The document of --json: the runs with the best first."""
-    by_name = {point.name: point for point in points}
-    winner = ranking.winner
-    return {
-        "metric": metric,
-        "folder": str(folder.path),
-        "winner": None if winner is None else str(folder.path / winner.name),
-        "p_limit": ranking.p_limit,
-        "runs": [
-            {
-                "settings": by_name[row.name].values,
-                "metric": row.estimate.value,
-                "interval": None
-                if row.estimate.low is None
-                else [row.estimate.low, row.estimate.high],
-                "p_value": row.p_value,
-                "contender": row.contender,
-                "run": str(folder.path / row.name),
-            }
-            for row in ranking.rows
-        ]
-        + [
-            {
-                "settings": by_name[run.name].values,
-                "metric": run.value,
-                "interval": None,
-                "p_value": None,
-                "contender": False,
-                "stopped_at": run.step,
-                "run": str(folder.path / run.name),
-            }
-            for run in end.dropped
-        ],
-        "failed": [
-            {"settings": failure.point.values, "reason": failure.reason} for failure in end.failures
-        ],
-        "left_out": [{"settings": point.values} for point in end.left_out],
-    }
-
-
-def _table(
-    folder: "SweepFolder", points: "list[Point]", metric: str, ranking: "Ranking", end: "SweepEnd"
-) -> list[str]:
+def _page(table: "SweepTable", points: "list[Point]", end: "SweepEnd") -> list[str]:
     """The ranked runs with their noise, and who is best, if anyone is."""
-    by_name = {point.name: point for point in points}
-    keys = list(points[0].settings)
-    rows = [["rank", metric, "95% interval", "p", *keys]]
-    for rank, row in enumerate(ranking.rows, 1):
-        rows.append([str(rank), *_figures(row), *by_name[row.name].settings.values()])
-    for run in end.dropped:
-        stopped = f"stopped at step {run.step:,}"
-        rows.append(["-", f"{run.value:.4f}", stopped, "", *by_name[run.name].settings.values()])
+    from bloomery.view.plot import interval_strips
+
+    shown = [run for run in table.runs if run.metric is not None]
+    rows = [["rank", table.metric, "95% interval", "p", *points[0].settings]]
+    for rank, run in enumerate(shown, 1):
+        rows.append([*_figures(rank, run), *run.settings.values()])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+    # A picture of the intervals, where the terminal is wide enough for it.
+    width = sum(widths) + 2 * len(widths)
+    space = get_terminal_size((WIDTH, 24)).columns - width
+    pictures = [""] * len(shown)
+    if space >= NARROWEST_PICTURE and len(shown) > 1:
+        plain = (sys.stdout.encoding or "ascii").lower() not in ("utf-8", "utf8")
+        figures = [(run.metric or 0.0, *(run.interval or (None, None))) for run in shown]
+        pictures = interval_strips(figures, width=min(space, WIDEST_PICTURE), plain=plain)
     lines = []
-    for cells in rows:
+    for cells, picture in zip(rows, ["", *pictures], strict=True):
         padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
-        lines.append("  ".join(padded).rstrip())
+        lines.append("  ".join([*padded, picture]).rstrip())
     lines += [f"{'failed':<11}{failure.point.text}: {failure.reason}" for failure in end.failures]
     if end.left_out:
         lines.append(f"{'left out':<11}{counted(len(end.left_out), 'runs')} not started")
-    return [*lines, *_verdict(folder, by_name, ranking)]
+    return [*lines, *_verdict(table)]
 
 
-def _figures(row: "Row") -> list[str]:
-    low, high = row.estimate.low, row.estimate.high
-    interval = "unknown" if low is None or high is None else f"{low:.4f} to {high:.4f}"
-    return [
-        f"{row.estimate.value:.4f}",
-        interval,
-        "" if row.p_value is None else f"{row.p_value:.2g}",
-    ]
+def _figures(rank: int, run: "SweepRun") -> list[str]:
+    """Rank, figure, interval and p-value of a run as texts."""
+    assert run.metric is not None, "runs without a figure are not ranked"
+    if run.stopped_at is not None:
+        return ["-", f"{run.metric:.4f}", f"stopped at step {run.stopped_at:,}", ""]
+    interval = "unknown"
+    if run.interval is not None:
+        interval = f"{run.interval[0]:.4f} to {run.interval[1]:.4f}"
+    p_value = "" if run.p_value is None else f"{run.p_value:.2g}"
+    return [str(rank), f"{run.metric:.4f}", interval, p_value]
 
 
-def _verdict(folder: "SweepFolder", by_name: "dict[str, Point]", ranking: "Ranking") -> list[str]:
+def _verdict(table: "SweepTable") -> list[str]:
     """The best run, or those that the noise does not separate, and what to do next."""
-    if not ranking.rows:
+    if table.best is None:
         return []
-    best = ranking.rows[0]
-    winner = ranking.winner
-    limit = f"p below {ranking.p_limit:.2g}"
-    if winner is not None:
-        verdict = f"{by_name[winner.name].text}: better than every other run ({limit})"
-        lines = [f"{'best':<11}{verdict}"]
+    limit = f"p below {table.p_limit:.2g}"
+    if table.winner is not None:
+        lines = [f"{'best':<11}{table.winner.text}: better than every other run ({limit})"]
     else:
-        contenders = [row for row in ranking.rows if row.contender]
+        contenders = [run for run in table.finished if run.contender]
         others = counted(len(contenders) - 1, "runs")
         verdict = f"the noise does not separate the first run from {others} (that takes {limit})"
-        if len(ranking.rows) == 1:
+        if len(table.finished) == 1:
             verdict = "one run alone has been trained to its end"
         lines = [f"{'no winner':<11}{verdict}"]
-    lines.append(f"{'next':<11}bloomery chat {shlex.quote(shown_path(folder.path / best.name))}")
+    lines.append(f"{'next':<11}bloomery chat {RunFolder(table.best.run).name}")
+    lines.append(f"{'':<11}bloomery report {resume_argument(table.path)}")
     return lines

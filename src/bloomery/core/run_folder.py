@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     pass
 
 
+SWEEP_FILE = "sweep.json"
+
+
 @final
 @dataclass(frozen=True)
 class RunFolder:
@@ -105,16 +108,45 @@ def is_run(folder: Path) -> bool:
 
 
 def all_runs() -> list[Path]:
-    """The run folders in `runs/`, newest last."""
+    """The run folders in `runs/`, newest last, without those of sweeps."""
+    return runs_below(Path("runs"))
+
+
+def is_sweep(folder: Path) -> bool:
+    """The folder of a sweep has the runs below it."""
+    return (folder / SWEEP_FILE).is_file()
+
+
+def all_sweeps() -> list[Path]:
+    """The folders of sweeps in `runs/`, by name."""
     root = Path("runs")
+    return sorted(folder for folder in root.iterdir() if is_sweep(folder)) if root.is_dir() else []
+
+
+def find_sweep(name: str) -> Path | None:
+    """The folder of a sweep: a path, or a name under `runs/`; None where `name` is none."""
+    folders = (expanded(name), Path("runs") / name) if name else ()
+    return next((folder for folder in folders if is_sweep(folder)), None)
+
+
+def runs_below(folder: Path) -> list[Path]:
+    """The run folders in `folder`, newest last."""
     dated_folders: list[tuple[float, str, Path]] = []
-    for folder in root.iterdir() if root.is_dir() else ():
+    for run in folder.iterdir() if folder.is_dir() else ():
         # A run may be deleted between two looks at it.
         with suppress(OSError):
-            if is_run(folder):
-                date = (folder / "recipe.yaml").stat().st_mtime
-                dated_folders.append((date, folder.name, folder))
-    return [folder for _, _, folder in sorted(dated_folders)]
+            if is_run(run):
+                dated_folders.append(((run / "recipe.yaml").stat().st_mtime, run.name, run))
+    return [run for _, _, run in sorted(dated_folders)]
+
+
+def every_run() -> list[Path]:
+    """The run folders in `runs/` and in the sweeps there, newest last."""
+    dated_folders: list[tuple[float, str, Path]] = []
+    for run in [*all_runs(), *(run for sweep in all_sweeps() for run in runs_below(sweep))]:
+        with suppress(OSError):
+            dated_folders.append(((run / "recipe.yaml").stat().st_mtime, run.name, run))
+    return [run for _, _, run in sorted(dated_folders)]
 
 
 def existing(folder: Path) -> RunFolder:
@@ -128,13 +160,22 @@ def existing(folder: Path) -> RunFolder:
 
 
 def find_run(name: str) -> Path:
-    """The run folder: a path, a name under `runs/`, a unique prefix of one, or `last`. Raises UserError (code 2)."""
+    """The run folder: a path, a name under `runs/`, a unique prefix of one, or `last`. Raises UserError (code 2).
+
+    A run of a sweep is SWEEP/RUN; `last` is the newest of all runs, those of sweeps included.
+    """
     runs = all_runs()
-    if name == "last" and runs:
-        return runs[-1]
+    if name == "last" and (newest_runs := every_run()[-1:]):
+        return newest_runs[0]
     for folder in (expanded(name), Path("runs") / name) if name else ():
         if is_run(folder):
             return folder
+        if is_sweep(folder):
+            problem = f"{name!r} is a sweep of several runs"
+            runs_of_it = [f"{folder.name}/{run.name}" for run in runs_below(folder)]
+            fix = "name one of its runs: " + ", ".join(runs_of_it[:4] or ["SWEEP/RUN"])
+            fix += "; `bloomery report SWEEP` ranks them"
+            raise UserError(problem, where=str(folder.resolve()), fix=fix, code=2)
     where = str(Path("runs").resolve())
     prefix = name.removeprefix("runs/").rstrip("/")
     alike = [folder for folder in runs if prefix and folder.name.startswith(prefix)]
@@ -154,5 +195,7 @@ def find_run(name: str) -> Path:
 
 
 def resume_argument(folder: Path) -> str:
-    """The argument of `bloomery resume`: the name under runs/, else the path, quoted."""
-    return shlex.quote(folder.name if folder.parent == Path("runs").absolute() else str(folder))
+    """The argument of `bloomery resume`: the name under runs/, in a sweep SWEEP/RUN, else the path, quoted."""
+    runs = Path("runs").absolute()
+    is_known = folder.parent == runs or (folder.parent.parent == runs and is_sweep(folder.parent))
+    return shlex.quote(str(folder.relative_to(runs) if is_known else folder))

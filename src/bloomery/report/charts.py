@@ -204,6 +204,93 @@ def line_chart(
     )
 
 
+@dataclass(frozen=True)
+class Dot:
+    """A figure at a setting, with the ends of its interval where they are known. `kind`: best, plain or stopped."""
+
+    setting: str
+    value: float
+    low: float | None
+    high: float | None
+    text: str
+    kind: Literal["best", "plain", "stopped"] = "plain"
+
+
+_MOST_SETTINGS = 8  # of which the axis names each
+_LOG_RATIO = 8.0  # of the largest setting to the smallest, from which the axis is logarithmic
+_APART = 7.0  # pixels between dots of the same setting
+
+
+def dot_chart(title: str, dots: Sequence[Dot], *, unit: str, height: int = 230) -> Markup:
+    """Figures with their intervals over a setting: numbers on an axis, logarithmic where they span a factor of eight;
+    anything else side by side, in the order of the dots.
+    """
+    settings = list(dict.fromkeys(dot.setting for dot in dots))
+    try:
+        numbers = {setting: float(setting) for setting in settings}
+    except ValueError:
+        numbers = {}
+    is_number = bool(numbers) and all(map(math.isfinite, numbers.values()))
+    across = title
+    if is_number:
+        settings.sort(key=numbers.__getitem__)
+        places = numbers
+        if min(numbers.values()) > 0 and max(numbers.values()) >= _LOG_RATIO * min(
+            numbers.values()
+        ):
+            places = {setting: math.log10(number) for setting, number in numbers.items()}
+            across = f"{title} (logarithmic)"
+    else:
+        places = {setting: float(index) for index, setting in enumerate(settings)}
+
+    # Half a setting of space on both sides; the frame holds the intervals.
+    first, last = min(places.values()), max(places.values())
+    edge = (last - first) * 0.06 or 1.0
+    ends = [end for dot in dots for end in (dot.value, dot.low, dot.high) if end is not None]
+    margin = (max(ends) - min(ends)) * 0.06 or abs(max(ends)) * 0.1 or 1.0
+    floor, ceiling = min(ends) - margin, max(ends) + margin
+
+    def at_x(setting: str) -> float:
+        share = (places[setting] - first + edge) / (last - first + 2 * edge)
+        return _LEFT + share * (_WIDTH - _LEFT - _RIGHT)
+
+    def at_y(value: float) -> str:
+        share = (value - floor) / (ceiling - floor)
+        return f"{height - _BOTTOM - share * (height - _TOP - _BOTTOM):.1f}"
+
+    drawn = []
+    for setting in settings:
+        alike = [dot for dot in dots if dot.setting == setting]
+        for index, dot in enumerate(alike):
+            x = at_x(setting) + (index - (len(alike) - 1) / 2) * _APART
+            whisker = None
+            if dot.low is not None and dot.high is not None:
+                whisker = (at_y(dot.low), at_y(dot.high))
+            drawn.append((f"{x:.1f}", at_y(dot.value), whisker, dot.kind, dot.text))
+    every = math.ceil(len(settings) / _MOST_SETTINGS)
+    return part(
+        "lines",
+        title=title,
+        label=f"{unit} by {across}, between {short(min(ends))} and {short(max(ends))}",
+        keys=[],
+        frame={
+            "width": _WIDTH,
+            "height": height,
+            "left": _LEFT,
+            "right": _WIDTH - _RIGHT,
+            "top": _TOP,
+            "bottom": height - _BOTTOM,
+        },
+        across_ticks=[(f"{at_x(setting):.1f}", setting) for setting in settings[::every]],
+        up_ticks=[(at_y(y), short(y)) for y in ticks(floor, ceiling, 5)],
+        marks=[],
+        curves=[],
+        dots=drawn,
+        across=across,
+        unit=unit,
+    )
+
+
 SIGNS = {"kill": "✕", "resume": "↻", "skip": "△", "rewind": "↶", "save": "▾"}
 
 

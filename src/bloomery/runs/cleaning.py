@@ -14,7 +14,15 @@ from typing import Literal
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import abandoned, cache_folder, open_regular, read_whole, remove, try_lock
-from bloomery.core.run_folder import RunFolder, all_runs, is_run
+from bloomery.core.run_folder import (
+    SWEEP_FILE,
+    RunFolder,
+    all_sweeps,
+    every_run,
+    is_run,
+    is_sweep,
+    runs_below,
+)
 from bloomery.core.run_lock import worked_on
 from bloomery.core.units import counted
 from bloomery.data.prepare.prepare import prepared_folder
@@ -23,7 +31,7 @@ from bloomery.plan.store import RUN_FILE
 from bloomery.recipe.load import load_recipe
 
 UNUSED_DAYS = 30  # a file of the cache that was neither read nor written for so long
-Kind = Literal["run", "prepared dataset", "draft", "cache"]
+Kind = Literal["run", "sweep", "prepared dataset", "draft", "cache"]
 
 
 @dataclass(frozen=True)
@@ -49,16 +57,21 @@ def size_of(path: Path) -> int:
 
 
 def deletable(folder: Path) -> Leftover:
-    """The run as something to delete. Raises UserError for one in progress and for a folder that is more than a run."""
+    """The run or the sweep as something to delete.
+
+    Raises UserError for one in progress and for a folder that is more than that.
+    """
     path = folder.absolute()
-    if worked_on(folder):
-        problem = "the run is running"
-        fix = f"`bloomery stop {RunFolder(path).name}`, then run this again"
+    runs = runs_below(path) if is_sweep(path) else [path]
+    if worked_on(folder) or any(map(worked_on, runs)):
+        problem = f"the {'sweep' if is_sweep(path) else 'run'} is running"
+        running = next((run for run in runs if worked_on(run)), path)
+        fix = f"`bloomery stop {RunFolder(running).name}`, then run this again"
         raise UserError(problem, where=str(folder), fix=fix)
     names = {entry.name for entry in folder.iterdir()}
     working_folder = Path.cwd()
     if (
-        not names & {RUN_FILE, "lock", "events.jsonl"}
+        not names & {RUN_FILE, SWEEP_FILE, "lock", "events.jsonl"}
         or ".git" in names
         or path.resolve() in (working_folder, *working_folder.parents)
     ):
@@ -66,14 +79,19 @@ def deletable(folder: Path) -> Leftover:
         raise UserError(
             problem, where=str(folder), fix="delete it yourself, if you want that", code=2
         )
-    steps = len(list((folder / "checkpoints").glob("step-*")))
+    steps = sum(len(list((run / "checkpoints").glob("step-*"))) for run in runs)
     loss = counted(steps, "checkpoints") if steps else "no checkpoint"
+    if is_sweep(path):
+        loss = f"{counted(len(runs), 'runs')}, {loss}"
     users = sorted(
-        run.name for run in all_runs() if run.absolute() != path and _starts_from(run, path)
+        run.name
+        for run in every_run()
+        if not run.absolute().is_relative_to(path) and _starts_from(run, path)
     )
     if users:
         loss += f"; {', '.join(users)} started from it and cannot be resumed without it"
-    return Leftover(folder, "run", size_of(folder), "named", loss)
+    kind: Kind = "sweep" if is_sweep(path) else "run"
+    return Leftover(folder, kind, size_of(folder), "named", loss)
 
 
 def leftovers() -> tuple[list[Leftover], list[str]]:
@@ -82,7 +100,7 @@ def leftovers() -> tuple[list[Leftover], list[str]]:
     notes = list[str]()
     used_data = dict[Path, str]()
     unknown = list[str]()
-    for run in all_runs():
+    for run in every_run():
         folder = data_of(run)
         if folder is None:
             unknown.append(run.name)
@@ -100,8 +118,9 @@ def leftovers() -> tuple[list[Leftover], list[str]]:
         Path(),
         Path("prepared"),
         Path("runs"),
-        *all_runs(),
-        *(run / "checkpoints" for run in all_runs()),
+        *all_sweeps(),
+        *every_run(),
+        *(run / "checkpoints" for run in every_run()),
     ):
         if folder_to_search.is_dir() and not worked_on(folder_to_search):
             unused += [
@@ -183,9 +202,12 @@ def delete(leftovers: Sequence[Leftover]) -> Iterator[Leftover]:
     """
     for leftover in leftovers:
         path = leftover.path
-        if leftover.kind == "run" and (not is_run(path) or worked_on(path)):
+        is_there = is_sweep(path) if leftover.kind == "sweep" else is_run(path)
+        if leftover.kind in ("run", "sweep") and (not is_there or worked_on(path)):
             raise UserError(
-                "the run was started or changed meanwhile", where=str(path), fix="run this again"
+                f"the {leftover.kind} was started or changed meanwhile",
+                where=str(path),
+                fix="run this again",
             )
         try:
             if path.is_dir() and not path.is_symlink():

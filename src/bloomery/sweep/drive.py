@@ -4,7 +4,8 @@ Each run is started and resumed as `bloomery train` and `bloomery resume` do it.
 is stored: a sweep that was killed looks at them, resumes the unfinished run bitwise, and goes on.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import final
 
@@ -59,6 +60,7 @@ class Sweep:
     """`on_line` gets a line for each run that is done. `measure`: as in `lifecycle.start`.
 
     `expected_seconds`: of a run by the plan, None where that is unknown; `budget_seconds`: of all runs together.
+    `command`: the words after `bloomery` that continue it.
     """
 
     folder: SweepFolder
@@ -69,6 +71,20 @@ class Sweep:
     budget_seconds: float | None = None
     expected_seconds: float | None = None
     measure: Callable[[RunPlan, Machine], None] | None = None
+    command: Sequence[str] = ()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other process works on this sweep meanwhile. Its file has the runs from here on. Raises UserError."""
+        with hold_run_lock(RunFolder(self.folder.path)):
+            self.folder.describe(
+                self.points,
+                self.command,
+                metric=self.metric.name,
+                metric_kind=self.metric.kind,
+                lower_is_better=self.metric.lower_is_better,
+            )
+            yield
 
     def run(self) -> SweepEnd:
         """Trains and judges every run that is not done. A run that fails does not stop the others.
@@ -78,7 +94,7 @@ class Sweep:
         judged: list[Judged] = []
         failures: list[Failure] = []
         left_out: list[Point] = []
-        with hold_run_lock(RunFolder(self.folder.path)):
+        with self._alone():
             for number, point in enumerate(self.points, 1):
                 if self._over_budget(point):
                     left_out.append(point)
@@ -105,7 +121,7 @@ class Sweep:
         failures: list[Failure] = []
         dropped: list[Judged] = []
         points = list(self.points)
-        with hold_run_lock(RunFolder(self.folder.path)):
+        with self._alone():
             num_rungs = min(map(len, rungs_by_name.values()))
             for rung in range(num_rungs):
                 is_last = rung == num_rungs - 1
@@ -139,7 +155,7 @@ class Sweep:
         `step`: of a rung, after which the run waits; None: it trains to its end, and its best checkpoint is judged.
         """
         folder = self.folder.run(point)
-        path = self.folder.score_file(point, self.metric.name, step)
+        path = self.folder.score_file(point.name, self.metric.name, step)
         stored_score = self.folder.read_score(path, self.metric.kind)
         if stored_score is not None:
             return stored_score

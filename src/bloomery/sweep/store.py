@@ -1,11 +1,12 @@
 """The folder of a sweep: its runs, and what each of them scored. Everything else follows from these. No torch.
 
 runs/demo-sweep-1f0c9a2b/
-  sweep.json                            what the sweep compares
-  01-learning_rate-1e-4/                a run like any other
-  scores/01-learning_rate-1e-4.json     its held-out items
+  sweep.json                            what the sweep compares: the settings of each run
+  learning_rate-1e-4/                   a run like any other
+  scores/learning_rate-1e-4.json        its held-out items
 """
 
+import glob
 import hashlib
 import json
 import re
@@ -18,12 +19,10 @@ import numpy as np
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_whole, write_durably
-from bloomery.core.run_folder import RunFolder
+from bloomery.core.run_folder import SWEEP_FILE, RunFolder
 from bloomery.core.run_lock import explained_write_errors
 from bloomery.evals.statistics import Scores
 from bloomery.sweep.points import Point
-
-ABOUT = "sweep.json"
 
 
 @final
@@ -46,11 +45,48 @@ class SweepFolder:
     def run(self, point: Point) -> RunFolder:
         return RunFolder(self.path / point.name)
 
-    def score_file(self, point: Point, metric: str, step: int | None = None) -> Path:
-        """`step`: of a rung; None: of the finished run."""
+    def score_file(self, name: str, metric: str, step: int | None = None) -> Path:
+        """The file of the run `name`. `step`: of a rung; None: of the finished run."""
         rung = "" if step is None else f".step-{step}"
         words = [] if metric == "eval.loss" else [re.sub(r"[^\w.-]+", "-", metric)]
-        return self.path / "scores" / ("-".join([point.name, *words]) + rung + ".json")
+        return self.path / "scores" / ("-".join([name, *words]) + rung + ".json")
+
+    def rung_scores(self, name: str, metric: str) -> dict[int, Path]:
+        """The scores of the run `name` at the rungs that it has reached, by step."""
+        stem = self.score_file(name, metric).name.removesuffix(".json")
+        found = {}
+        for path in (self.path / "scores").glob(f"{glob.escape(stem)}.step-*.json"):
+            step = path.name.removesuffix(".json").rpartition("-")[2]
+            if step.isdecimal():
+                found[int(step)] = path
+        return found
+
+    def describe(
+        self,
+        points: Sequence[Point],
+        command: Sequence[str],
+        *,
+        metric: str,
+        metric_kind: str,
+        lower_is_better: bool,
+    ) -> None:
+        """Adds the runs of this command to sweep.json, with which `table.read_sweep` finds their settings.
+
+        `command`: the words after `bloomery`. Raises UserError for a full disk and its like.
+        """
+        path = self.path / SWEEP_FILE
+        with explained_write_errors(self.path):
+            document = json.loads(read_whole(path))
+            runs = document.get("runs", {})
+            runs |= {point.name: dict(point.settings) for point in points}
+            document |= {
+                "metric": metric,
+                "metric_kind": metric_kind,
+                "lower_is_better": lower_is_better,
+                "command": list(command),
+                "runs": runs,
+            }
+            write_durably(path, json.dumps(document, indent=2) + "\n")
 
     def read_score(self, path: Path, metric: str) -> Score | None:
         """None where it is not there yet. Raises UserError for a file that is no score."""
@@ -101,7 +137,7 @@ def sweep_folder(
         safe_name = re.sub(r"[^\w.-]+", "-", points[0].recipe.name)[:60].strip("-.") or "recipe"
         path = Path("runs").absolute() / f"{safe_name}-sweep-{digest}"
     folder = SweepFolder(path.absolute())
-    file = folder.path / ABOUT
+    file = folder.path / SWEEP_FILE
     with explained_write_errors(folder.path):
         if file.exists():
             _refuse_other_sweep(file, digest)

@@ -111,6 +111,32 @@ def plot(
     return rows
 
 
+def interval_strips(
+    figures: Sequence[tuple[float, float | None, float | None]], *, width: int, plain: bool = False
+) -> list[str]:
+    """A line of at most `width` columns for each figure with the ends of its interval, all on one scale.
+
+    `plain`: ASCII only. An interval with unknown ends is drawn as its figure alone.
+    """
+    values = [value for figure in figures for value in figure if value is not None]
+    floor, ceiling = min(values), max(values)
+    span = (ceiling - floor) or 1.0
+    line, dot = ("-", "o") if plain else ("─", "●")
+
+    def column(value: float) -> int:
+        return round((value - floor) / span * (width - 1))
+
+    strips = []
+    for value, low, high in figures:
+        cells = [" "] * width
+        if low is not None and high is not None:
+            first, last = column(low), column(high)
+            cells[first : last + 1] = line * (last + 1 - first)
+        cells[column(value)] = dot
+        strips.append("".join(cells).rstrip())
+    return strips
+
+
 def settled_top(line: Sequence[Point] | Points) -> float | None:
     """The maximum after the first tenth of a curve, if drawing that tenth would flatten the rest; else None."""
     start = len(line) // 10
