@@ -92,16 +92,17 @@ def command(
     """Train a recipe with each combination of settings, and rank the runs by held-out loss.
 
     A key with several values is compared: key=a,b. Commas inside brackets and quotes belong to a value: key=[a,b],[c].
-    The runs are ordinary ones, in a folder, one after another. The same command continues a sweep that was stopped or
-    killed; with more values it trains only what is missing. No best run is named that the noise of the validation set
-    does not support.
+    From a range, key=1e-5..1e-3, --search random and halving draw. The runs are ordinary ones, in a folder, one after
+    another. The same command continues a sweep that was stopped or killed; with more values it trains only what is
+    missing. No best run is named that the noise of the validation set does not support.
 
     Example: bloomery sweep demo-chat-lora optimizer.learning_rate=1e-4,3e-4 adapter.rank=8,16
     """
     from bloomery.cli.bench import seconds_of
     from bloomery.cli.train import time_compiling
+    from bloomery.recipe.axes import axes_of
     from bloomery.sweep.drive import Sweep
-    from bloomery.sweep.points import points_of
+    from bloomery.sweep.points import EXAMPLE, WHERE, points_of, ranges_of
     from bloomery.sweep.store import sweep_folder
     from bloomery.sweep.table import table_of
 
@@ -113,6 +114,8 @@ def command(
     expected_seconds = _mean_seconds(plans)
     rungs = _rungs(points, plans) if search == "halving" else None
     if dry_run:
+        for key, drawn in ranges_of(axes_of(overrides, where=WHERE, example=EXAMPLE)).items():
+            echo(f"{'draws':<11}{key}: {drawn.text}")
         for point in points:
             echo(f"{'run':<11}{point.text}")
         return 0

@@ -14,9 +14,12 @@ from bloomery.core.errors import UserError
 from bloomery.recipe.axes import axes_of
 from bloomery.recipe.load import LoadedRecipe, load_recipe
 from bloomery.recipe.yaml import read_yaml
+from bloomery.sweep.ranges import Range, range_of
 
 Search = Literal["grid", "random", "halving"]
 MOST_RUNS = 256
+DEFAULT_RUNS = 10  # of a search that draws
+_TRIES = 100  # draws for each run, until one differs from the others
 WHERE = "the command line"
 EXAMPLE = "optimizer.learning_rate=1e-5,3e-5,1e-4"
 
@@ -48,20 +51,30 @@ def points_of(
 
     `random` draws `runs` different combinations (Bergstra and Bengio 2012, "Random search for hyper-parameter
     optimization"); with a larger number the first ones stay the same. The others take all combinations, in the order
-    of the command line, or with `halving` as many as `runs`, drawn the same way.
+    of the command line, or with `halving` as many as `runs`, drawn the same way. A key with a range (`ranges.py`) is
+    drawn in each run.
     """
     axes = axes_of(overrides, where=WHERE, example=EXAMPLE)
-    swept_keys = [key for key, values in axes.items() if len(values) > 1]
+    ranges = ranges_of(axes)
+    swept_keys = [key for key, values in axes.items() if len(values) > 1 or key in ranges]
     if not swept_keys:
         problem = "nothing to compare: no key has several values"
         raise UserError(problem, where=WHERE, fix=f"write {EXAMPLE}", code=2)
-    combinations = list(itertools.product(*axes.values()))
     if runs is not None and search == "grid":
         fix = "add --search random, or name fewer values"
         raise UserError("a grid takes all combinations", where="--runs", fix=fix, code=2)
-    if search == "random" or runs is not None:
-        random.Random(seed).shuffle(combinations)
-        combinations = combinations[: runs or 10]
+    if ranges and search == "grid":
+        key = next(iter(ranges))
+        fix = f"add --search random or --search halving, or name values: {key}=A,B,C"
+        raise UserError(f"a grid has no end with a range: {key}", where=WHERE, fix=fix, code=2)
+
+    if ranges:
+        combinations = _drawn(axes, ranges, runs=runs or DEFAULT_RUNS, seed=seed)
+    else:
+        combinations = list(itertools.product(*axes.values()))
+        if search == "random" or runs is not None:
+            random.Random(seed).shuffle(combinations)
+            combinations = combinations[: runs or DEFAULT_RUNS]
     if len(combinations) > MOST_RUNS:
         problem = f"too many combinations: {len(combinations):,}"
         fix = f"name fewer values, or draw some of them: --search random --runs {MOST_RUNS}"
@@ -74,6 +87,38 @@ def points_of(
         loaded_recipe = _loaded(recipe, values, settings)
         points.append(Point(_folder_name(settings), settings, loaded_recipe))
     return points
+
+
+def ranges_of(axes: Mapping[str, Sequence[str]]) -> dict[str, Range]:
+    """The keys whose value is a range. Raises UserError (code 2) for a range that is one of several values."""
+    ranges: dict[str, Range] = {}
+    for key, values in axes.items():
+        for value in values:
+            found = range_of(key, value, where=f"{key}={value}")
+            if found is not None and len(values) > 1:
+                fix = f"write {key}={value} alone, or only values"
+                problem = "a range and other values of the same key"
+                raise UserError(problem, where=f"{key}={','.join(values)}", fix=fix, code=2)
+            if found is not None:
+                ranges[key] = found
+    return ranges
+
+
+def _drawn(
+    axes: Mapping[str, Sequence[str]], ranges: Mapping[str, Range], *, runs: int, seed: int
+) -> list[tuple[str, ...]]:
+    """Different combinations; fewer than `runs` where whole numbers and choices have no more."""
+    source = random.Random(seed)
+    combinations: dict[tuple[str, ...], None] = {}
+    for _ in range(runs * _TRIES):
+        if len(combinations) == runs:
+            break
+        drawn = [
+            ranges[key].draw(source) if key in ranges else source.choice(values)
+            for key, values in axes.items()
+        ]
+        combinations[tuple(drawn)] = None
+    return list(combinations)
 
 
 def _loaded(recipe: str, values: Mapping[str, str], settings: Mapping[str, str]) -> LoadedRecipe:
