@@ -93,11 +93,13 @@ def test_links_lead_somewhere() -> None:
 
 @cache
 def anchors_of(page: Path) -> set[str]:
-    """The anchors of a page's headings, as Python-Markdown's toc makes them."""
+    """The anchors of a page's headings, as Python-Markdown's toc makes them, and those that it writes itself."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     plain = (re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings)
-    return {re.sub(r"[-\s]+", "-", heading) for heading in plain}
+    return {re.sub(r"[-\s]+", "-", heading) for heading in plain} | {
+        *re.findall(r'<a id="([^"]+)">', text)
+    }
 
 
 def test_links_to_headings_lead_somewhere() -> None:

@@ -75,12 +75,14 @@ def test_how_to_pages_are_in_seven_groups() -> None:
     assert sorted(listed) == [page.relative_to(ROOT / "docs").as_posix() for page in HOW_TO]
 
 
-def test_the_search_of_users_has_no_pages_of_contributors() -> None:
-    def searched(page: str) -> bool:
-        found = SimpleNamespace(file=SimpleNamespace(src_uri=page), meta={})
-        docs_links.on_page_markdown("", page=found)
-        return not found.meta.get("search", {}).get("exclude", False)
+def searched(page: str) -> bool:
+    """Whether the search of the site has this page."""
+    found = SimpleNamespace(file=SimpleNamespace(src_uri=page), meta={})
+    docs_links.on_page_markdown("", page=found)
+    return not found.meta.get("search", {}).get("exclude", False)
 
+
+def test_the_search_of_users_has_no_pages_of_contributors() -> None:
     for_contributors = [
         path.relative_to(ROOT / "docs").as_posix()
         for folder in ("contributing", "decisions")
@@ -90,3 +92,41 @@ def test_the_search_of_users_has_no_pages_of_contributors() -> None:
     assert [page for page in for_contributors if searched(page)] == []
     assert not searched("reference/triton-kernels.md")
     assert all(searched(page.relative_to(ROOT / "docs").as_posix()) for page in HOW_TO)
+
+
+# Files of the repository that a page for users names rightly: what a command reads, and where a GPU is added. A test or
+# a source file as proof helps nobody who cannot read it.
+TO_ACT_ON = re.compile(
+    r"tests/machines|--data src/bloomery/core|hardware/gpus\.toml|below `src/bloomery`"
+)
+CITED = re.compile(
+    r"(?<![\w./-])(?:tests|src/bloomery)/\S+|(?<![\w/-])test_\w+\.py|"
+    r"`(?:plan|check|model|data|train|hardware|recipe|facts|monitor)/[\w/]+\.(?:py|toml)`"
+)
+
+
+def cited_in(text: str) -> list[str]:
+    """The test and source files that a page names; those in a comment of the page are for its writers."""
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    lines = [line for line in text.splitlines() if not TO_ACT_ON.search(line)]
+    return [found for line in lines for found in CITED.findall(line)]
+
+
+def test_pages_of_users_cite_no_tests_and_no_sources() -> None:
+    assert cited_in("as tested (`tests/train/test_ppo.py`)") == ["tests/train/test_ppo.py`)"]
+    assert cited_in("see `plan/estimate/speed.py`") == ["`plan/estimate/speed.py`"]
+    assert cited_in("bloomery doctor --machine tests/machines/mi50.json") == []
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    users = [
+        page
+        for page in pages
+        if page.parent == ROOT or searched(page.relative_to(ROOT / "docs").as_posix())
+    ]
+    assert len(users) > 100
+    cited = {
+        str(page.relative_to(ROOT)): found
+        for page in users
+        if page.name != "operating-systems.md"
+        and (found := cited_in(page.read_text(encoding="utf-8")))
+    }
+    assert cited == {}
