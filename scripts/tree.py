@@ -45,6 +45,7 @@ TABLES = {
     "hardware/sites.toml": "clusters with Slurm: queues, GPUs of a node, modules, options of a job script",
     "hardware/wheels.toml": "PyTorch builds by index and GPU, releases of ROCm and of its driver",
     "hardware/doctor/symptoms.toml": "log lines of a machine that does not train: how to recognize them, cause, fix",
+    "cli/other_options.toml": "options of other programs and other commands, and what to type instead",
     "recipe/aliases.toml": "keys and values of other programs and of version 1, and what to write instead",
     "report/templates/style.css": "how the report looks, in the light and in the dark",
     "report/templates/image.css": "the same for a chart as an SVG file, in a notebook or a page",

@@ -3,9 +3,8 @@
 import importlib
 import io
 import os
-import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn, TextIO, cast, final
 
@@ -213,7 +212,9 @@ def _run(arguments: list[str], debug: bool) -> int:
         if type(error).__name__ == "NoArgsIsHelpError":  # click >= 8.2; its text is the help page
             error.show()
         else:
-            _print_error(_usage_error(error, arguments))
+            from bloomery.cli.wrong_options import usage_error
+
+            _print_error(usage_error(error, arguments))
         return error.exit_code
     except click.Abort:
         click.echo("interrupted", err=True)
@@ -226,171 +227,6 @@ def _print_error(error: UserError) -> None:
 
     # Parts of the message may come from an untrusted template, file or name.
     click.echo(harmless(redact_secrets(str(error))), err=True)
-
-
-# (command, beginning of click's message) -> fix.
-_USAGE_FIXES = {
-    (
-        "bloomery eval",
-        "got unexpected extra argument",
-    ): "to compare two models: bloomery eval MODEL --against OTHER",
-    ("bloomery runs", "no such command 'list'"): "bloomery runs",
-}
-
-_PASS_AT_K = (
-    "`bloomery export MODEL --to hf --out DIR`, then lm-evaluation-harness on DIR with the tasks "
-    "humaneval or mbpp counts pass@k"
-)
-_OTHER_MERGES = (
-    "leave it out for the weighted mean; mergekit merges by SLERP, TIES and task arithmetic"
-)
-# Options that a command had once: what does the same today.
-_REMOVED_OPTIONS = {
-    (
-        "bloomery bench",
-        "--torch",
-    ): "python benchmarks/torch_versions.py RECIPE PYTHON PYTHON compares two environments",
-    ("bloomery merge", "--method"): _OTHER_MERGES,
-    ("bloomery merge", "--base"): _OTHER_MERGES,
-    ("bloomery merge", "--density"): _OTHER_MERGES,
-    ("bloomery eval", "--run-code"): _PASS_AT_K,
-    ("bloomery eval", "--samples"): _PASS_AT_K,
-}
-
-
-def _usage_error(error: click.ClickException, arguments: Sequence[str]) -> UserError:
-    """The error of click in Bloomery's form, with the command that was meant where that can be told."""
-    # click lists choices on lines of their own, and begins with a capital.
-    message = " ".join(error.format_message().split()).rstrip(".")
-    problem = message[:1].lower() + message[1:]
-    context = getattr(error, "ctx", None)  # None where an option lacks its value
-    command = context.command_path if context is not None else _command_path(arguments)
-    fix = f"{command} --help"
-    for (path, beginning), usage_fix in _USAGE_FIXES.items():
-        if path == command and problem.startswith(beginning):
-            fix = usage_fix
-
-    # A number in the words of the docs, and of a list of words the one that was meant.
-    for jargon, words in (("integer range", "whole number"), ("float range", "number")):
-        problem = problem.replace(f"a valid {jargon}", f"a {words}")
-    problem = problem.replace("a valid integer", "a whole number").replace(
-        "a valid float", "a number"
-    )
-    parameter = getattr(error, "param", None)
-    choice = parameter.type if isinstance(parameter, click.Parameter) else None
-    if isinstance(choice, click.Choice) and (
-        typed := re.search(r"'([^']*)' is not one of", problem)
-    ):
-        fix = did_you_mean(typed[1], map(str, choice.choices), fix)
-
-    # A command of a command, such as `bloomery recipes lst`: worded as one of `bloomery` is.
-    is_misspelled = problem.startswith("no such command") and isinstance(error, click.UsageError)
-    if is_misspelled and context is not None and isinstance(context.command, click.Group):
-        quoted_name = problem.removeprefix("no such command ").partition(". Did you mean")[0]
-        problem = f"no such command: {quoted_name}"
-        names = context.command.list_commands(context)
-        fix = did_you_mean(quoted_name[1:-1], names, fix, shown=f"`{command} {{}}`")
-
-    if isinstance(error, click.NoSuchOption) and (command, error.option_name) in _REMOVED_OPTIONS:
-        problem = f"{error.option_name} was removed"
-        replacement = _REMOVED_OPTIONS[command, error.option_name]
-        return UserError(problem, where=f"`{command}`", fix=replacement, code=error.exit_code)
-
-    # Options that are names of settings, such as --learning-rate 1e-4: the overrides to write, of all of them at once.
-    parameters = [] if context is None else context.command.params
-    if isinstance(error, click.NoSuchOption) and error.possibilities:
-        fix = _similar_option(error.option_name, error.possibilities, parameters) or fix
-    takes_overrides = any(parameter.name == "overrides" for parameter in parameters)
-    if isinstance(error, click.NoSuchOption) and takes_overrides:
-        known = {name for parameter in parameters for name in parameter.opts}
-        known |= {name for parameter in parameters for name in parameter.secondary_opts}
-        unknown = _unknown_options(arguments, known)
-        answers = _answers_of_settings(unknown, may_guess=not error.possibilities)
-        if answers:
-            listed = ", ".join(f"'{name}'" for name in unknown)
-            problem = f"no such option{'s' if len(unknown) > 1 else ''} {listed}"
-            unanswered = [name for name in unknown if name not in answers]
-            lines = list(answers.values())
-            if unanswered:
-                lines.append(f"{', '.join(unanswered)}: {command} --help")
-            fix = "\n       ".join(lines)
-    return UserError(problem, where=f"`{command}`", fix=fix, code=error.exit_code)
-
-
-def _similar_option(
-    name: str, possibilities: Sequence[str], parameters: Sequence[click.Parameter]
-) -> str | None:
-    """The option that was meant, with the words that it takes; None where none is similar."""
-    from bloomery.core.text import closest
-
-    similar = closest(name, possibilities, cutoff=0.5)
-    if not similar:
-        return None
-    parameter = next((each for each in parameters if similar[0] in each.opts), None)
-    if parameter is not None and isinstance(parameter.type, click.Choice):
-        return f"write {similar[0]}, which takes {', '.join(map(str, parameter.type.choices))}"
-    return f"write {similar[0]}"
-
-
-def _unknown_options(arguments: Sequence[str], known: set[str]) -> dict[str, str | list[str]]:
-    """Options that a command does not have, each with the words behind it; "true" for none."""
-    options: dict[str, str | list[str]] = {}
-    words: list[str] | None = None
-    before_launcher = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    for word in before_launcher:
-        name, equals, value = word.partition("=")
-        is_option = re.match(r"--[A-Za-z]", name) is not None
-        if is_option and name not in known:
-            words = [value] if equals else []
-            options[name] = words
-        elif is_option or re.match(r"[a-z_.]+\.[a-z_.]+=", word):
-            words = None
-        elif words is not None:
-            words.append(word)
-    return {
-        name: values[0] if len(values) == 1 else list(values) or "true"
-        for name, values in options.items()
-    }
-
-
-def _answers_of_settings(
-    options: Mapping[str, str | list[str]], *, may_guess: bool
-) -> dict[str, str]:
-    """The answer of the table for each option that it knows, in the order of the command line.
-
-    `may_guess`: also for names that are misspelled there, which may be misspelled options of the command.
-    """
-    from bloomery.recipe.aliases import look_up
-    from bloomery.recipe.yaml import read_yaml
-
-    def typed(text: str | list[str]) -> object:
-        if isinstance(text, list):
-            return [typed(item) for item in text]
-        document = read_yaml(text, source="", folder=Path())
-        is_as_written = document.mistakes or isinstance(document.data, float)
-        return text if is_as_written else document.data
-
-    settings = {name.lstrip("-").replace("-", "_"): typed(text) for name, text in options.items()}
-    answers = {}
-    for name, key in zip(options, settings, strict=True):
-        answer = look_up(tuple(key.split(".")), settings[key], settings)
-        if answer is not None and (may_guess or not answer.guess):
-            answers[name] = str(answer)
-    return answers
-
-
-def _command_path(arguments: Sequence[str]) -> str:
-    """The commands of a command line: "bloomery tokenizer inspect"."""
-    command: click.Command | None = cli
-    path = "bloomery"
-    for name in arguments:
-        if name.startswith("-"):
-            continue
-        if not isinstance(command, click.Group):
-            break
-        command = command.get_command(click.Context(command), name)
-        path += f" {name}" if command is not None else ""
-    return path
 
 
 def _explain_crash(kind: type[BaseException], error: BaseException, trace: object) -> None:

@@ -86,6 +86,42 @@ def did_you_mean(
     return f"did you mean {shown.format(similar_names[0])}?" if similar_names else otherwise
 
 
+def misspelled(word: str, names: Iterable[str]) -> str | None:
+    """The name that `word` is with a letter or two wrong, missing, added or swapped; None for anything else.
+
+    A stricter rule than `closest`: one mistake in a word of up to five letters, two in a longer one. A beginning of
+    three letters or more that only one name has is that name.
+    """
+    candidates = list(dict.fromkeys(names))
+    if len(word) >= 3:
+        beginnings = [name for name in candidates if name.startswith(word)]
+        if len(beginnings) == 1:
+            return beginnings[0]
+    if len(word) < 3:
+        return None
+    mistakes = {name: letters_apart(word, name) for name in candidates}
+    best = min(candidates, key=lambda name: mistakes[name], default="")
+    return best if best and mistakes[best] <= (1 if len(word) <= 5 else 2) else None
+
+
+def letters_apart(word: str, other: str) -> int:
+    """The distance of two words in letters replaced, left out, added, or swapped with their neighbor.
+
+    The optimal string alignment distance (Damerau 1964, without overlapping edits).
+    """
+    rows = [list(range(len(other) + 1))]
+    for i, letter in enumerate(word, start=1):
+        row = [i]
+        for j, other_letter in enumerate(other, start=1):
+            cost = min(
+                rows[i - 1][j] + 1, row[j - 1] + 1, rows[i - 1][j - 1] + (letter != other_letter)
+            )
+            is_swap = i > 1 and j > 1 and letter == other[j - 2] and word[i - 2] == other_letter
+            row.append(min(cost, rows[i - 2][j - 2] + 1) if is_swap else cost)
+        rows.append(row)
+    return rows[-1][-1]
+
+
 def broken(command: str, width: int) -> list[str]:
     """A command as several lines that end with a backslash, never broken within quotes."""
     lines = [command]

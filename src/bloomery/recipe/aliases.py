@@ -13,7 +13,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from bloomery.core.errors import one_line
-from bloomery.core.text import closest
+from bloomery.core.text import closest, letters_apart
 from bloomery.facts.optimizers import OPTIMIZERS
 from bloomery.recipe.schema import Recipe
 from bloomery.recipe.yaml import KeyPath, read_yaml
@@ -26,6 +26,7 @@ _MICRO_BATCH = (
 )
 ROLLOUTS = "TRL rollouts"  # the table of files that train on completions
 _SIMILAR = 0.8  # difflib ratio of names that may be the same one, misspelled
+_MISTAKES = 2  # letters: `active_steps` is not `save_steps`
 _SAFE = re.compile(r"[\w./<>|@+-][\w ./:<>|@+%-]*")
 
 
@@ -137,6 +138,7 @@ def _near(names: Sequence[str], value: Any) -> Alias | None:
             edits, _ = _split(row.answers)
             keys[row_name] = [edit.partition("=")[0] for edit in edits if edit[:1] != "@"]
     similar_names = [name] if same_name else closest(name, keys, count=3, cutoff=_SIMILAR)
+    similar_names = [each for each in similar_names if letters_apart(name, each) <= _MISTAKES]
     similar = dict.fromkeys(key for near_name in similar_names for key in keys[near_name])
 
     # Those of the same section are likelier.
