@@ -3,6 +3,7 @@
 `BLOOMERY_PICTURES=FOLDER pytest -m soak tests/serve/test_page_of_serve.py` keeps a picture of each view.
 """
 
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -75,6 +76,11 @@ def answered(browser: Browser, count: int = 2) -> None:
 
 def test_a_conversation_by_keyboard_alone(browser: Browser, server: Running) -> None:
     opened(browser, server)
+    assert browser.value("$('settings').hidden")
+    browser.value("$('color').checked = true; $('toggle').focus()")
+    browser.press("Enter")
+    assert not browser.value("$('settings').hidden")
+    browser.press("Escape")
     assert browser.value(FOCUSED) == "prompt"
     browser.write("def f")
     browser.press("Enter", shift=True)
@@ -95,14 +101,15 @@ def test_a_conversation_by_keyboard_alone(browser: Browser, server: Running) -> 
         "temperature",
         "earlier",
         "system",
+        "tools",
         "send",
         "clear",
         "log",
-        "answer",
+        "tokens",
     } <= {each.split()[0] for each in reached}
-    browser.value("document.querySelector('.answer').focus()")
+    browser.value("document.querySelector('.tokens').focus()")
     browser.press("ArrowRight", "ArrowRight")
-    assert browser.value("document.querySelectorAll('.answer span')[1].className") == "chosen"
+    assert browser.value("document.querySelectorAll('.tokens span')[1].className") == "chosen"
     assert "%" in browser.value("document.querySelector('.detail').textContent")
     browser.value("$('max_tokens').value = 100; $('prompt').focus()")
     browser.write("x")
@@ -156,7 +163,7 @@ def test_views(browser: Browser, server: Running, width: int, dark: bool, tmp_pa
     opened(browser, server, width=width, dark=dark)
     browser.value("$('prompt').value = 'def f(x):'; $('form').requestSubmit()")
     answered(browser)
-    browser.value("document.querySelector('.answer').focus()")
+    browser.value("$('color').click(); document.querySelector('.tokens').focus()")
     browser.press("ArrowRight")
     # nothing is cut off at the side
     assert browser.value("document.documentElement.scrollWidth") <= width
@@ -186,15 +193,134 @@ def test_a_thought_is_shown_before_the_answer_and_sent_back(
         browser.write("a")
         browser.press("Enter")
         answered(browser, 1)
-        assert browser.value("document.querySelectorAll('.answer .thought').length")
         thought = browser.value("columns[0].turns[1].reasoning_content")
-        assert thought and browser.value(
-            "document.querySelector('.answer').textContent"
-        ).startswith(thought)
+        fold = "document.querySelector('details.thought')"
+        assert not browser.value(f"{fold}.open")
+        assert browser.value(f"{fold}.querySelector('summary').textContent").startswith("Thought")
+        assert browser.value(f"{fold}.querySelector('div').textContent") == thought != ""
+        browser.value(f"{fold}.querySelector('summary').focus()")
+        browser.press("Enter")
+        assert browser.value(f"{fold}.open")
         browser.write("b")
         browser.press("Enter")
         answered(browser, 2)
         assert browser.value("document.querySelectorAll('.error').length") == 0
+
+
+def test_the_markup_of_a_thought_in_an_answer_is_found_however_it_is_cut(
+    browser: Browser, server: Running
+) -> None:
+    """A model whose template has no place for thoughts writes them into its answer."""
+    opened(browser, server)
+    text = "<think>\nA < B, so </thin\n</think>\n\nYes, <think> is a word."
+    for size in (1, 3, 7, len(text)):
+        pieces = [text[start : start + size] for start in range(0, len(text), size)]
+        parts = browser.value(
+            f"(split => {json.dumps(pieces)}.flatMap(piece => split(piece)).concat(split('', true)))(splitter())"
+        )
+        thought = "".join(part for is_thought, part in parts if is_thought)
+        answer = "".join(part for is_thought, part in parts if not is_thought)
+        assert (thought, answer) == ("A < B, so </thin\n", "Yes, <think> is a word.")
+    unfinished = "(split => [...split('<think>a </th'), ...split('', true)])(splitter())"
+    assert browser.value(unfinished) == [[True, "a "], [True, "</th"]]
+
+
+def test_an_answer_in_markdown_becomes_blocks_and_no_markup_of_its_own(
+    browser: Browser, server: Running
+) -> None:
+    opened(browser, server)
+    text = (
+        "# Title\nA **b *c*** and `<i>`, [x](https://a.b/c) [y](javascript:alert(1)) 2 * 3 * 4\n\n"
+        "- one\n  - two\n- three\n3. four\n\n```py\nif a:\n    <b>\n```\n> quoted\n\n"
+        "| a | b |\n|---|---|\n| 1 | **2** |\n\n<img src=x>\n```\nopen"
+    )
+    browser.value(f"window.box = made('div'); box.append(...blocks({json.dumps(text)})); undefined")
+    assert browser.value("box.innerHTML").replace(' class=""', "") == (
+        '<h3 class="large">Title</h3>'
+        "<p>A <strong>b <em>c</em></strong> and <code>&lt;i&gt;</code>, "
+        '<a href="https://a.b/c" target="_blank" rel="noopener noreferrer">x</a> [y](javascript:alert(1)) 2 * 3 * 4</p>'
+        "<ul><li>one<ul><li>two</li></ul></li><li>three</li><li>four</li></ul>"
+        '<pre tabindex="0"><code>if a:\n    &lt;b&gt;</code></pre><blockquote><p>quoted</p></blockquote>'
+        '<table tabindex="0"><tr><th>a</th><th>b</th></tr><tr><td>1</td><td><strong>2</strong></td></tr></table>'
+        '<p>&lt;img src=x&gt;</p><pre tabindex="0"><code>open</code></pre>'
+    )
+
+
+WEATHER = {
+    "name": "weather",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Bern"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+
+
+def test_calls_of_tools_are_folded_and_the_user_types_their_results(
+    browser: Browser, tmp_path: Path
+) -> None:
+    """The model is made to call; the page itself leaves it the choice."""
+    folder = make_chat_model(tmp_path / "chat", "<tool_call>", "</tool_call>")
+    limits = replace(LIMITS, context=2048, new_tokens=400)
+    with running({"chat": folder}, template="qwen", limits=limits) as server:
+        browser.problems.clear()
+        browser.look(width=1280)
+        browser.open(server.url)
+        browser.until("columns.length === 1")
+        browser.value("$('max_tokens').value = 60")
+        browser.value(
+            "window.sent = []; const real = fetch; window.fetch = (url, asked) => {"
+            " const body = JSON.parse(asked.body); sent.push(body);"
+            " const choice = body.messages.at(-1).role === 'user' ? 'required' : 'none';"
+            " const forced = {...body, tool_choice: choice, parallel_tool_calls: false};"
+            " return real(url, {...asked, body: JSON.stringify(forced)}); };"
+            " undefined"
+        )
+        # A mistake in the list is told where it is, and nothing is sent.
+        browser.value(
+            "$('tools').value = '[{]'; $('prompt').value = 'Rain?'; $('form').requestSubmit()"
+        )
+        assert browser.value(FOCUSED) == "tools"
+        assert "Not a list of tools" in browser.value("$('tools-hint').textContent")
+        assert browser.value("sent.length") == 0
+        browser.value("$('tools').select()")
+        browser.write(json.dumps(WEATHER))
+        assert browser.value("$('set').textContent") == "1 tool"
+
+        browser.value("$('form').requestSubmit()")
+        browser.until("!running && !!document.querySelector('.results')")
+        assert browser.value("sent[0].tools") == [{"type": "function", "function": WEATHER}]
+        fold = "document.querySelector('details.call')"
+        assert not browser.value(f"{fold}.open")
+        assert browser.value(f"{fold}.querySelector('summary').textContent") == (
+            'Calls weather(city: "Bern")'
+        )
+        assert json.loads(browser.value(f"{fold}.querySelector('pre').textContent")) == {
+            "city": "Bern"
+        }
+        assert browser.value("document.activeElement.closest('.results') !== null")
+        assert not browser.faults()
+        browser.write("sunny")
+        browser.value("document.querySelector('.results button').click()")
+        browser.until("!running && columns[0].turns.length === 4")
+        call, result = browser.value("sent[1].messages.slice(-2)")
+        assert result == {
+            "role": "tool",
+            "tool_call_id": call["tool_calls"][0]["id"],
+            "content": "sunny",
+        }
+        assert browser.value("document.querySelectorAll('.error').length") == 0
+
+        # A call without a result: the next message goes on.
+        browser.value("$('prompt').value = 'Again?'; $('form').requestSubmit()")
+        browser.until("!running && !!document.querySelector('.results')")
+        browser.value("$('prompt').value = 'Never mind.'; $('form').requestSubmit()")
+        browser.until("!running && sent.length === 4")
+        roles = browser.value("sent[3].messages.map(message => message.role)")
+        assert roles[-2:] == ["assistant", "user"]
+        assert browser.value("document.querySelectorAll('.error').length") == 0
+        assert not browser.problems, browser.problems
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,8 @@ def make_folder(folder: Path, *, weights: int = 1000, **config: str) -> Path:
 
 def test_checkpoints_adapters_and_exports_are_listed_and_damage_is_told() -> None:
     from bloomery.infer.model_folder import note_best
-    from bloomery.studio.models_page import model_cells, stored_models
+    from bloomery.studio.models_page import model_cells
+    from bloomery.studio.stored_models import stored_models
 
     checkpoints = make_run("<b>full") / "checkpoints"
     make_folder(checkpoints / "step-00000020", model_type="llama")
@@ -133,13 +134,32 @@ def test_a_name_of_a_model_is_no_option_and_their_number_is_checked(monkeypatch)
 
 
 @pytest.mark.soak
-def test_a_model_that_cannot_be_loaded_and_a_wrong_number_of_models_are_told() -> None:
+def test_a_model_that_cannot_be_loaded_is_told() -> None:
     async def visit(user) -> None:
         await user.open("/chat?model=--host=0.0.0.0")  # a name, not an option
         await user.should_see("no run '--host=0.0.0.0'", retries=300)
         await user.should_see("Load again", retries=100)
+
+    with_user(visit)
+
+
+def test_the_chat_without_a_model_offers_those_that_are_here_or_says_how_to_get_one() -> None:
+    async def visit(user) -> None:
+        from nicegui import ui
+
         await user.open("/chat")
-        await user.should_see("error: cannot chat with 0 models")
+        await user.should_see("No model here yet")
+        make_folder(
+            make_run("lora") / "checkpoints" / "step-00000007", base_model_name_or_path="base"
+        )
+        make_folder(Path("exports") / "poet", model_type="gemma")
+        (make_folder(Path("broken")) / "config.json").write_text("{}", encoding="utf-8")
+        await user.open("/chat")
+        await user.should_see("lora, step 7")
+        await user.should_see("full, gemma")
+        await user.should_not_see("damaged")  # nothing opens it
+        (field,) = (one for one in user.find(ui.select).elements if one.props["label"] == "Model")
+        assert set(field.options) == {"runs/lora@7", "./exports/poet"}
 
     with_user(visit)
 

@@ -86,7 +86,7 @@ def test_two_models_answer_one_prompt_and_one_is_exported(tmp_path: Path, browse
         browser.until("document.querySelectorAll('tbody .q-checkbox').length === 2")
         for row in range(2):
             browser.click(f"document.querySelectorAll('tbody .q-checkbox')[{row}]")
-        click(browser, "Chat")
+        click(browser, "Chat", kinds="main button")
         browser.until("location.pathname === '/chat'", PATIENCE)
         browser.until("!!document.querySelector('iframe')", PATIENCE)
         browser.until(f"{inside}?.querySelectorAll('.column').length === 2", PATIENCE)
@@ -99,9 +99,10 @@ def test_two_models_answer_one_prompt_and_one_is_exported(tmp_path: Path, browse
             PATIENCE,
         )
         hover = "dispatchEvent(new MouseEvent('mouseover', {bubbles: true}))"
-        browser.value(f"{inside}.querySelector('.answer span').{hover}")
+        browser.value(f"{inside}.getElementById('color').click()")
+        browser.value(f"{inside}.querySelector('.tokens span').{hover}")
         browser.until(f"{inside}.querySelector('.detail').innerText.includes('%')")
-        assert browser.value(f"{inside}.querySelector('h1').hidden")
+        assert browser.value(f"{inside}.querySelector('header').hidden")  # studio has a title
         for width, dark in LOOKS:
             browser.look(width=width, dark=dark)
             assert browser.overflow() == []
@@ -122,7 +123,7 @@ def test_two_models_answer_one_prompt_and_one_is_exported(tmp_path: Path, browse
         browser.until("document.querySelectorAll('tbody .q-checkbox').length === 2")
         for row in range(2):
             browser.click(f"document.querySelectorAll('tbody .q-checkbox')[{row}]")
-        click(browser, "Chat")
+        click(browser, "Chat", kinds="main button")
         click(browser, "End the model")
         shows(browser, "the model's process has ended")
         browser.open(f"{url}models")
@@ -206,8 +207,6 @@ def test_a_picture_is_dropped_on_the_chat(tmp_path: Path, browser: Browser) -> N
             browser.look(width=width, dark=dark)
             assert browser.overflow() == []
             assert browser.faults() == []
-            if (width < 500) == browser.value(f"!{inside}.getElementById('settings').hidden"):
-                browser.click(f"{inside}.getElementById('toggle')")
             shown = f"{inside}.querySelector('#pictures img').naturalWidth > 0"
             browser.until(shown)
             browser.picture(kept / f"studio-chat-{width}-{'dark' if dark else 'light'}.png")

@@ -2,60 +2,173 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 from nicegui import ui
+from nicegui.events import ValueChangeEventArguments
 
 from bloomery.core.errors import UserError
 from bloomery.core.text import harmless
+from bloomery.core.units import format_bytes
+from bloomery.studio.components import button, card, choice, heading, sentence
 from bloomery.studio.frame import page, update_every
-from bloomery.studio.model_server import ModelServer, ModelServers
+from bloomery.studio.model_server import MOST_MODELS, ModelServer, ModelServers
+from bloomery.studio.models_page import address_of_chat
+from bloomery.studio.stored_models import ListedModel, stored_models
 
 UPDATE_SECONDS = 0.5
+MOST_OFFERED = 9  # models as large buttons; the field above lists all
+DEVICES = {"auto": "fastest device", "cpu": "CPU, while a GPU trains"}
 
 
 async def chat_page(servers: ModelServers, models: Sequence[str], device: str) -> None:
-    with page("Chat", "/models"):
+    """Without models: those that are here, to choose from."""
+    chosen = "cpu" if device == "cpu" else "auto"
+    current = servers.current
+    if not models and current is not None and current.process.state in ("starting", "ready"):
+        ui.navigate.to(address_of_chat(current.models, current.device))  # it goes on
+        return
+    with page("Chat", "/chat"):
+        stored = [model for model in await asyncio.to_thread(stored_models) if model.is_readable]
+        choices = ModelChoices(models, chosen, stored)
+        if not models:
+            _show_start(stored, choices)
+            return
         try:
             # In a thread: the model before it may take seconds to end.
-            chosen = "cpu" if device == "cpu" else "auto"
             server = await asyncio.to_thread(servers.open, models, chosen)
         except UserError as error:
             ui.label(f"error: {error.problem}").classes("text-lg")
             ui.label(f"fix: {error.fix}")
             ui.link("Models", "/models")
             return
-        view = ChatView(server, models)
+        view = ChatView(server, choices)
         update_every(UPDATE_SECONDS, view.update)
 
 
 def link_to_chat(address: str) -> None:
     """In place of the chat, for a visitor from another page: the click that loads the models."""
-    with page("Chat", "/models"):
-        ui.label("Chat").classes("text-xl font-semibold").props("role=heading aria-level=1")
-        ui.label("A page of another origin links to this chat, which loads a model.")
+    with page("Chat", "/chat"):
+        with heading("Chat"):
+            pass
+        sentence("A page of another origin links to this chat, which loads a model.")
         ui.link("Load it", address)
+
+
+@final
+class ModelChoices:
+    """Mutable: the fields that say which models answer, and where they compute; a choice loads them."""
+
+    def __init__(self, models: Sequence[str], device: str, stored: Sequence[ListedModel]) -> None:
+        self.models = list(models)
+        self.device = device
+        self._labels = {model.argument: label_of(model) for model in stored}
+        with (
+            heading("Chat", "") as (_, self.below),
+            ui.element("div").classes("toolbar") as self.toolbar,
+        ):
+            self._add_field("Model", 0)
+            if models:
+                self._add_field("Next to it", 1)
+            else:
+                place = ui.select(DEVICES, value=device, label="Computed by", on_change=self._move)
+                place.props("outlined dense").classes("w-64 max-w-full")
+
+    def _add_field(self, label: str, number: int) -> None:
+        value = self.models[number] if number < len(self.models) else None
+        labels = self._labels | (
+            {value: harmless(value)} if value and value not in self._labels else {}
+        )
+        field = ui.select(
+            labels,
+            value=value,
+            label=label,
+            with_input=True,
+            new_value_mode="add-unique",
+            clearable=number > 0,
+            on_change=lambda event: self._choose(number, event),
+        )
+        field.props("outlined dense").classes("studio-model")
+        field.props(
+            'placeholder="none"' if number else 'placeholder="choose, or name one of the Hub"'
+        )
+
+    def _choose(self, number: int, event: ValueChangeEventArguments[str | None]) -> None:
+        models = self.models[:MOST_MODELS]
+        models[number : number + 1] = [event.value] if event.value else []
+        if models:
+            self.open(models)
+
+    def _move(self, event: ValueChangeEventArguments[str]) -> None:
+        self.device = event.value
+
+    def open(self, models: Sequence[str]) -> None:
+        ui.navigate.to(address_of_chat(list(dict.fromkeys(models)), self.device))
+
+
+def label_of(model: ListedModel) -> str:
+    """In a list of models: the name, and which step of a run it is."""
+    name = harmless(model.model.removeprefix("runs/").removeprefix("./"))
+    if model.step is None:
+        return name
+    return f"{name}, step {model.step:,}" + (", the best" if model.is_best else "")
+
+
+def _show_start(stored: Sequence[ListedModel], choices: ModelChoices) -> None:
+    """The newest models as large buttons."""
+    if not stored:
+        choices.below.text = "Nothing is loaded."
+        with card("No model here yet"):
+            sentence(
+                "Runs save their models, and exports and downloads appear here. Train one, or name a model of the Hub"
+                " above: Qwen/Qwen3-0.6B takes 1.5 GB."
+            )
+            with ui.row():
+                button("New run", lambda: ui.navigate.to("/new"))
+                button("Models", lambda: ui.navigate.to("/models"))
+        return
+    choices.below.text = (
+        "Choose a model; a second one answers next to it. A process of its own loads them."
+    )
+    with ui.element("div").classes("grid3 studio-offers"):
+        for model in stored[:MOST_OFFERED]:
+            choice(label_of(model), _about(model), _opener(choices, model.argument))
+    if len(stored) > MOST_OFFERED:
+        sentence(
+            f"The newest {MOST_OFFERED} of {len(stored)}; the field above has all.",
+            "muted",
+            small=True,
+        )
+
+
+def _opener(choices: ModelChoices, argument: str) -> Callable[[], None]:
+    return lambda: choices.open([argument])
+
+
+def _about(model: ListedModel) -> str:
+    saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(model.changed))
+    return f"{model.kind}, {format_bytes(model.size)}, saved {saved}"
 
 
 @final
 class ChatView:
     """Mutable: one open chat. Loading continues when the page is closed, and the model ends when no page is open."""
 
-    def __init__(self, server: ModelServer, models: Sequence[str]) -> None:
+    def __init__(self, server: ModelServer, choices: ModelChoices) -> None:
         self.server = server
+        self._below = choices.below
         self._state = ""
-        with ui.row().classes("w-full items-center gap-3"):
-            ui.label("Chat").classes("text-xl font-semibold").props("role=heading aria-level=1")
-            ui.label(harmless(", ".join(models))).classes("break-all opacity-75")
-            ui.space()
-            self._end = ui.button("End the model", icon="eject", on_click=self._end_model)
-            self._again = ui.button("Load again", icon="refresh", on_click=ui.navigate.reload)
-            for button in (self._end, self._again):
-                button.props("outline dense no-caps padding='xs sm'")
-        self._progress = ui.linear_progress(show_value=False, size="4px").props("indeterminate")
-        self._output = ui.label().classes("studio-text").props("role=status")
-        self._content = ui.column().classes("w-full")
+        with ui.element("div").classes("card") as self._loading:
+            self._sentence = sentence("")
+            self._progress = ui.linear_progress(show_value=False, size="4px")
+            self._progress.props("indeterminate aria-hidden=true")
+            self._output = ui.label().classes("studio-text").props("role=status")
+            self._again = button("Load again", ui.navigate.reload)
+        self._content = ui.element("div").classes("studio-chat")
+        with choices.toolbar:
+            self._end = button("End the model", self._end_model, icon="eject")
+            self._end.classes("studio-end")
         self.update()
 
     async def _end_model(self) -> None:
@@ -71,16 +184,16 @@ class ChatView:
         if state == self._state:
             return
         self._state = state
+        self._loading.visible = state != "ready"
         self._progress.visible = state == "starting"
         self._end.visible = state != "ended"
         self._again.visible = state == "ended"
-        self._output.visible = state != "ready"
         self._content.clear()
-        if state == "ready":
+        if state == "starting":
+            self._sentence.text = "Loading. The page can be closed meanwhile."
+        elif state == "ready":
             with self._content:
-                ui.element("iframe").props('src="/serve/" title="Chat with the models"').classes(
-                    "w-full border-0 studio-chat"
-                )
-        elif state == "ended":
-            reason = "the model's process has ended; another chat may have replaced it"
-            self._output.text = f"{server.process.text()}\n{reason}".strip()
+                ui.element("iframe").props('src="/serve/" title="Chat with the models"')
+        else:
+            self._sentence.text = "the model's process has ended; another chat may have replaced it"
+            self._output.text = server.process.text()

@@ -43,6 +43,7 @@ PAGE_LINKS = (
     PageLink("/", "Runs"),
     PageLink("/new", "New run"),
     PageLink("/compare", "Compare"),
+    PageLink("/chat", "Chat"),
     PageLink("/models", "Models"),
     PageLink("/machine", "Machine"),
 )
