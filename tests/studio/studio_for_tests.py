@@ -72,6 +72,34 @@ def with_user(visit: Callable[..., Awaitable[None]], commands: object = None) ->
         sys.modules.update(modules)
 
 
+def texts_of(user) -> list[str]:
+    """Of every element with a text of its own."""
+    from nicegui.elements.mixins.text_element import TextElement
+
+    return [element.text for element in user.find(TextElement).elements]
+
+
+def titles_of_charts(user) -> list[str]:
+    """Of a page, in its order, with their units."""
+    from nicegui import ui
+
+    def inside(element) -> Iterator[object]:
+        yield element
+        for slot in element.slots.values():
+            for child in slot.children:
+                yield from inside(child)
+
+    layout = next(iter(user.find(ui.echart).elements)).client.layout
+    charts = [element for element in inside(layout) if isinstance(element, ui.echart)]
+    heads = [next(iter(chart.parent_slot.children)) for chart in charts]
+    titles = [next(iter(head.default_slot)) for head in heads]
+    units = [next(iter(title.default_slot)).text for title in titles]
+    return [
+        f"{title.text}, {unit}" if unit else title.text
+        for title, unit in zip(titles, units, strict=True)
+    ]
+
+
 async def until(is_true: Callable[[], object], seconds: float = 30) -> None:
     """Lets the pages work until it is true."""
     end = time.monotonic() + seconds

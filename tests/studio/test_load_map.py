@@ -26,7 +26,7 @@ def test_the_newest_load_is_drawn_and_follows_the_run() -> None:
 
     async def visit(user) -> None:
         await user.open("/run/demo")
-        await user.should_see("Load of each expert, step 40", retries=50)
+        await user.should_see("step 40, relative to an even one", retries=50)
         (chart,) = maps(user)
         cells = {(layer, expert): ratio for expert, _, ratio, layer in data_of(chart)}
         assert cells == {
@@ -37,7 +37,7 @@ def test_the_newest_load_is_drawn_and_follows_the_run() -> None:
         with EventLog(folder / "events.jsonl") as emit:
             emit(step_done(41))
             emit(ExpertLoad(step=41, ratios={"1": [1.0] * 4, "2": [1.0] * 4}))
-        await user.should_see("Load of each expert, step 41", retries=50)
+        await user.should_see("step 41, relative to an even one", retries=50)
         assert {cell[2] for cell in data_of(chart)} == {1.0}
 
     with_user(visit)

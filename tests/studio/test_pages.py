@@ -4,7 +4,15 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from studio_for_tests import RecordedCommands, make_run, opened_list, until, with_user
+from studio_for_tests import (
+    RecordedCommands,
+    make_run,
+    opened_list,
+    texts_of,
+    titles_of_charts,
+    until,
+    with_user,
+)
 
 from bloomery.monitor.events import DeviceStats, EventLog, RunEnded, Sampled, Warned
 from runs_for_tests import made_up_run, step_done
@@ -37,7 +45,9 @@ def test_the_list_and_a_run_with_its_charts_events_and_buttons() -> None:
         series = {
             line["name"]: line["data"] for chart in charts for line in chart.options["series"]
         }
-        assert [step for step, _ in series["loss"]] == [step for step in range(1, 41) if step != 7]
+        assert [step for step, _ in series["training"]] == [
+            step for step in range(1, 41) if step != 7
+        ]
         assert [step for step, _ in series["validation"]] == [10, 20, 30, 40]
         assert "memory" in series and "gradient norm" in series
 
@@ -50,12 +60,11 @@ def test_markup_and_escapes_in_names_and_events_are_text() -> None:
     make_run(name, events=[*made_up_run(), Warned(step=40, reason=reason)])
 
     async def visit(user) -> None:
-        from nicegui import ui
 
         table = await opened_list(user)
         assert table.rows[0]["address"] == "/run/%3Cimg%20src%3Dx%20onerror%3Dalert%281%29%3E"
         await user.open(table.rows[0]["address"])
-        labels = [element.text for element in user.find(ui.label).elements]
+        labels = texts_of(user)
         assert name in labels
         assert "[31m<script>alert(2)</script>" in labels  # as text, without the escape character
 
@@ -67,14 +76,14 @@ def test_a_sample_with_markup_and_escapes_is_text() -> None:
     make_run("demo", events=[*made_up_run(), sample])
 
     async def visit(user) -> None:
-        from nicegui import ui
 
         await user.open("/run/demo")
-        samples = next(e for e in user.find(ui.expansion).elements if e.text == "Samples")
-        samples.value = True
         await user.should_see("<script>alert(1)</script>", retries=50)
-        texts = [label.text for label in user.find(ui.label).elements if "<script>" in label.text]
-        assert texts == ["<b>]0;title<script>alert(1)</script>"]
+        texts = texts_of(user)
+        assert "<b>" in texts
+        assert [text for text in texts if "<script>" in text] == [
+            "]0;title<script>alert(1)</script>"
+        ]
 
     with_user(visit)
 
@@ -298,26 +307,21 @@ def test_charts_keep_their_order_whichever_has_values_first() -> None:
     async def visit(user) -> None:
         from nicegui import ui
 
-        def titles() -> list[str]:
-            charts = list(user.find(ui.echart).elements)
-            grid = charts[0].parent_slot.parent.parent_slot
-            return [next(iter(box.default_slot)).text for box in grid]
-
         await user.open("/run/demo")
-        await until(lambda: len(titles()) == 2)
+        await until(lambda: len(titles_of_charts(user)) == 2)
         table = await opened_list(user)
         assert {"temperature", "power"} <= set(table.props["visible-columns"])
         await user.open("/run/demo")
         with EventLog(folder / "events.jsonl") as log:
             log(step_done(1))
-        await until(lambda: len(titles()) > 2)
+        await until(lambda: len(titles_of_charts(user)) > 2)
         (loss,) = (
             chart.options["series"][0]
             for chart in user.find(ui.echart).elements
-            if chart.options["series"][0]["name"] == "loss"
+            if chart.options["series"][0]["name"] == "training"
         )
         assert loss["showSymbol"] and len(loss["data"]) == 1  # one point is a dot
-        assert titles() == [
+        assert titles_of_charts(user) == [
             "Loss, nats per token",
             "Learning rate",
             "Gradient norm, before clipping",

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from studio_for_tests import make_run, with_user
+from studio_for_tests import make_run, texts_of, titles_of_charts, with_user
 
 from bloomery.monitor.events import EvalDone, RunEnded, RunStarted, Warned
 from bloomery.studio.commands import Command, Commands
@@ -21,12 +21,6 @@ pytest.importorskip("nicegui", reason="the extra `studio` is not installed")
 @pytest.fixture(autouse=True)
 def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-def texts_of(user) -> list[str]:
-    from nicegui import ui
-
-    return [label.text for label in user.find(ui.label).elements]
 
 
 def charts_by_title(user) -> dict[str, dict]:
@@ -176,16 +170,23 @@ def test_a_run_with_rewards_has_their_curves_and_completions() -> None:
         from nicegui import ui
 
         await user.open("/run/demo")
-        await user.should_see("Reward, mean over completions", retries=50)
+        await user.should_see("mean over completions", retries=50)
+        assert titles_of_charts(user)[0] == "Reward, mean over completions"
         charts = charts_by_title(user)
         assert {"Reward", "Loss", "Rewards, without their weights", "Length of completions"} <= {
             *charts
         }
         series = {line["name"]: line["data"].tolist() for line in charts["Reward"]["series"]}
-        assert series == {"training": [[step, 0.5] for step in (1, 2, 3)], "validation": [[2, 0.6]]}
+        steady = [[step, 0.5] for step in (1, 2, 3)]
+        assert series == {
+            "training": steady,
+            "training, smoothed": steady,
+            "validation": [[2, 0.6]],
+        }
         both = [line["name"] for line in charts["Rewards, without their weights"]["series"]]
         assert both == ["length", "format"]
-        assert len(charts["Loss"]["series"]) == 1  # its evaluations are minus the reward
+        losses = [line["name"] for line in charts["Loss"]["series"]]
+        assert losses == ["loss", "loss, smoothed"]  # its evaluations are minus the reward
 
         drawer = next(e for e in user.find(ui.expansion).elements if e.text == "Completions")
         drawer.value = True
@@ -212,11 +213,16 @@ def test_a_preference_run_has_both_rewards_in_one_chart_and_evaluations_of_its_m
 
     async def visit(user) -> None:
         await user.open("/run/demo")
-        await user.should_see("Rewards, mean per response", retries=50)
+        await user.should_see("mean per response", retries=50)
         charts = charts_by_title(user)
         assert [line["name"] for line in charts["Rewards"]["series"]] == ["chosen", "rejected"]
         accuracy = {line["name"]: line["data"].tolist() for line in charts["Accuracy"]["series"]}
-        assert accuracy == {"training": [[1, 0.75], [2, 0.75]], "validation": [[2, 0.8]]}
+        steady = [[1, 0.75], [2, 0.75]]
+        assert accuracy == {
+            "training": steady,
+            "training, smoothed": steady,
+            "validation": [[2, 0.8]],
+        }
 
     with_user(visit)
 

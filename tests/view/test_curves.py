@@ -2,6 +2,7 @@
 
 import math
 import random
+import struct
 from itertools import groupby
 
 import pytest
@@ -152,3 +153,49 @@ def test_many_steps_at_once_are_the_steps_one_by_one() -> None:
     assert one_by_one.curves.points("accuracy").tolist()[0] == [41, 0.41]
     assert summary_of(events) == one_by_one.summary == together.summary
     assert one_by_one.incidents == together.incidents
+
+
+@pytest.mark.parametrize("weight", [0.6, 0.9, 0.99])
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 500])
+def test_a_moving_average_is_that_of_the_summary(count: int, weight: float) -> None:
+    """The oracle goes value by value; a step without one has none and changes nothing."""
+    generator = random.Random(count)
+    values = [math.nan if number % 7 == 3 else generator.random() for number in range(count)]
+    # In two parts, as a run that trains.
+    middle = (count + 1) // 2
+    table = table_of(values[:middle])
+    table.curves["y"].smoothed(weight)
+    if later := values[middle:]:
+        table.add(range(middle + 1, count + 1), {"y": later})
+
+    expected = []
+    mean = known = 0.0
+    for step, value in enumerate(values, 1):
+        if not math.isnan(value):
+            value = struct.unpack("f", struct.pack("f", value))[0]  # as a curve keeps it
+            mean = weight * mean + (1 - weight) * value
+            known += 1
+            expected.append([float(step), mean / (1 - weight**known)])
+    points = table.curves["y"].smoothed(weight)
+    assert points[:, 0].tolist() == [step for step, _ in expected]
+    assert points[:, 1].tolist() == pytest.approx([value for _, value in expected], rel=1e-5)
+
+
+def test_a_moving_average_of_a_long_run_has_the_last_value_of_each_bucket() -> None:
+    values = [float(number % 100) for number in range(5000)]
+    whole = dict(curve_of(values).smoothed(0.9, 4000, 4300).tolist())
+    points = curve_of(values).smoothed(0.9)
+    assert len(points) <= MOST_BUCKETS + 1
+    assert points[-1, 0] == 5000
+    assert {step: value for step, value in points.tolist() if step in whole} == {
+        step: whole[step] for step, _ in points.tolist() if step in whole
+    }
+    assert set(whole) & set(points[:, 0].tolist())
+
+
+def test_a_moving_average_forgets_the_steps_that_a_resume_repeats() -> None:
+    table = table_of([1.0, 2.0, 3.0, 9.0])
+    table.curves["y"].smoothed(0.9)
+    table.cut(2)
+    table.add([3, 4], {"y": [3.0, 4.0]})
+    assert table.curves["y"].smoothed(0.9).tolist() == curve_of([1, 2, 3, 4]).smoothed(0.9).tolist()

@@ -2,10 +2,10 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, Protocol, final
+from functools import cache, partial
+from typing import Any, Literal, Protocol, cast, final
 
 import numpy as np
 from nicegui import __version__, ui
@@ -13,17 +13,33 @@ from nicegui.dependencies import esm_modules
 from nicegui.events import GenericEventArguments
 
 from bloomery.report.charts import HEAT
+from bloomery.studio.components import text
 from bloomery.view.curves import NO_POINTS, Axis, Points
 from bloomery.view.incidents import Incident
 
-COLORS = ("#2a78c2", "#d0661c", "#2f9160", "#a04fb0", "#b58a12", "#c2405a", "#268a96", "#7a6ad6")
+NUM_COLORS = 8  # of curves, c1 to c8 among the tokens
 DASHES = ("solid", "dashed", "dotted")
-PLANNED = "#8a8f98"
 MOST_MARKS = 40  # of checkpoints, and of other events
 MARK_CHARACTERS = 120
-_TEXT = "#8a8f98"  # legible on light and on dark
-_GRID = "rgba(138, 143, 152, 0.25)"
-_KEYS = "Plus and minus zoom, the arrow keys left and right move, 0 shows the whole run."
+SMOOTHINGS = {
+    0.0: "off",
+    0.6: "0.6",
+    0.9: "0.9",
+    0.99: "0.99",
+}  # weights of the past, by their names
+_KEYS = (
+    "Plus and minus zoom, the arrow keys left and right move, 0 shows the whole run. With a mouse: drag over a part to "
+    "zoom, double-click for the whole run."
+)
+_PALE = 0.28  # of a curve under its moving average
+
+
+def painted(token: str) -> dict[str, str]:
+    """ECharts' `color`: a token, whose value the browser knows."""
+    return {":color": f"studioColor('{token}')"}
+
+
+Best = Literal["", "lowest", "highest"]
 
 
 @cache
@@ -68,9 +84,21 @@ class Curves(Protocol):
     def points(self, name: str, first: float = 0, last: float | None = None) -> Points: ...
 
 
+class SmoothCurves(Curves, Protocol):
+    """Curves that know their moving averages."""
+
+    def smoothed(
+        self, name: str, weight: float, first: float = 0, last: float | None = None
+    ) -> Points: ...
+
+
 @final
 class LineChart:
-    """Mutable: curves over one axis, the whole run always in view; a zoom loads more points of its part."""
+    """Mutable: curves over one axis, the whole run always in view; a zoom loads more points of its part.
+
+    With `smoothing`, each curve is pale under its moving average. `is_logarithmic`: the vertical axis, where all values
+    are above 0.
+    """
 
     def __init__(
         self,
@@ -82,26 +110,40 @@ class LineChart:
         levels: Sequence[Level] = (),
         has_legend: bool = True,
         across: Axis = "step",
+        is_lead: bool = False,
+        best: Best = "",
+        color: int = 0,
     ) -> None:
         """`labels`: of the curves, by name; a curve without one shows its name. `has_legend`: where there is more than
-        one curve."""
+        one curve. `is_lead`: the large one of a page. `best`: which of the dots is marked. `color`: of the first curve.
+        """
         self.title = title
         self.names = tuple(names)
+        self.smoothing = 0.0
+        self.is_logarithmic = False
         self._labels = labels or {}
         self._has_legend = has_legend
         self._across = across
+        self._best = best
+        self._first_color = color
+        self._is_lead = is_lead
         self._points: dict[str, Points] = dict.fromkeys(self.names, NO_POINTS)
+        self._smooth: dict[str, Points] = {}
         self._extra: dict[str, Points] = {}
         self._marks: tuple[ChartMark, ...] = ()
         self._is_new = True
         self._zoom: tuple[float, float] | None = None
+        self._end: float | None = None
         self._levels = tuple(levels)
-        heading = f"{title}, {unit}" if unit else title
-        with ui.column().classes("w-full gap-0") as self._box:
-            ui.label(heading).classes("text-sm font-medium")
-            self.element = ui.echart(self._options()).classes("w-full h-56")
-            tooltip = f"values => studioTooltip({self.element.id}, values)"
-            self.element.options["tooltip"][":formatter"] = tooltip
+        with ui.element("section").classes("card chart-card") as self.box:
+            with ui.element("div").classes("chart-head"):
+                with text(title, "h3", "card-title"):
+                    text(unit, "small")
+                self.tools = ui.element("div").classes("toolbar")
+            self.element = ui.echart(self._options()).classes("chart lead" if is_lead else "chart")
+            self.element.options["tooltip"][":formatter"] = (
+                f"values => studioTooltip({self.element.id}, values)"
+            )
             # As an application, so that a screen reader passes the keys on. What describes it is read though hidden.
             keys = ui.label(_KEYS).classes("hidden")
             self.element.props(
@@ -109,15 +151,26 @@ class LineChart:
                 f' aria-label="{_attribute(title)} over {across}"'
             )
             self.element.on("keydown", js_handler=f"event => studioKeys({self.element.id}, event)")
+            self.element.on("chart:finished", js_handler=f"() => studioChart({self.element.id})")
         self.element.on("chart:datazoom", self._on_zoom, throttle=0.2)
         self._curves: Curves | None = None
 
     def delete(self) -> None:
-        self._box.delete()
+        self.box.delete()
 
     def move(self, place: int) -> None:
         """To this place among the charts of its element."""
-        self._box.move(target_index=place)
+        self.box.move(target_index=place)
+
+    def change(self, *, smoothing: float | None = None, is_logarithmic: bool | None = None) -> None:
+        """What a reader has chosen."""
+        if smoothing is not None:
+            self.smoothing = smoothing
+        if is_logarithmic is not None:
+            self.is_logarithmic = is_logarithmic
+        self._is_new = True
+        if self._curves is not None:
+            self.show(self._curves, extra=self._extra, marks=self._marks, end=self._end)
 
     def show(
         self,
@@ -125,45 +178,59 @@ class LineChart:
         *,
         extra: dict[str, Points] | None = None,
         marks: Sequence[ChartMark] = (),
+        end: float | None = None,
     ) -> None:
-        """Draws what has changed. `extra`: points that are drawn as dots, such as evaluations."""
+        """Draws what has changed. `extra`: points that are drawn as dots, such as evaluations. `end`: of the horizontal
+        axis, where it is known; else it ends with the curves."""
         self._curves = curves
-        points = {name: self._visible(curves, name) for name in self.names}
+        points = {name: self._visible(curves.points, name) for name in self.names}
+        smooth: dict[str, Points] = {}
+        if self.smoothing:
+            average = partial(_smoothed, cast("SmoothCurves", curves), self.smoothing)
+            smooth = {name: self._visible(average, name) for name in self.names}
         dots = extra or {}
         shown_marks = tuple(marks)
-        series = [*points.items(), *dots.items()]
-        known = [*self._points.items(), *self._extra.items()]
+        series = [*points.items(), *smooth.items(), *dots.items()]
+        known = [*self._points.items(), *self._smooth.items(), *self._extra.items()]
         tails: list[tuple[int, int, list[list[float]]]] = []
-        is_redrawn = self._is_new
+        is_redrawn = self._is_new or end != self._end
         is_redrawn |= shown_marks != self._marks or [n for n, _ in series] != [n for n, _ in known]
+        num_curves = len(points) + len(smooth)
         for index, ((_, new), (_, old)) in enumerate(zip(series, known, strict=False)):
             same = _common(old, new)
             if same == len(old) == len(new):
                 continue
             # Points in the middle have changed: the width of the buckets has doubled, or the run went back.
-            # So has a second point, after one that was a dot.
-            is_redrawn = is_redrawn or same < len(old) - 3 or len(old) == 1
+            # So has a second point, after one that was a dot; and the best of the dots.
+            is_redrawn = is_redrawn or same < len(old) - 3 or len(old) == 1 or index >= num_curves
             tails.append((index, same, new[same:].tolist()))
         self._points = points
+        self._smooth = smooth
         self._extra = dots
         self._marks = shown_marks
+        self._end = end
         self._is_new = False
         # Without the suspension each change of the options would send all of them.
         with self.element.props.suspend_updates():
             options = self.element.options
             options["series"] = self._series()
-            options["legend"]["show"] = self._has_legend and len(series) > 1
+            has_legend = self._has_legend and len(points) + len(dots) > 1
+            options["legend"]["show"] = has_legend
+            options["legend"]["data"] = [self._label(name) for name in points] + [*dots]
+            options["grid"]["top"] = 34 if has_legend else 12
+            options["xAxis"]["max"] = "dataMax" if end is None else end
+            options["yAxis"] = self._vertical()
         if is_redrawn:
             self.element.update()
         elif tails:
             ui.run_javascript(f"studioTails({self.element.id}, {json.dumps(tails)})")
 
-    def _visible(self, curves: Curves, name: str) -> Points:
-        points = curves.points(name)
+    def _visible(self, read: Callable[..., Points], name: str) -> Points:
+        points = read(name)
         if self._zoom is None:
             return points
         first, last = self._zoom
-        detail = curves.points(name, first, last)
+        detail = read(name, first, last)
         steps = points[:, 0]
         return np.concatenate([points[steps < first], detail, points[steps > last]])
 
@@ -175,48 +242,83 @@ class LineChart:
         ends = [float(points[-1, 0]) for points in self._points.values() if len(points)]
         if curves is None or not ends:
             return
-        end = max(ends)
+        end = max(ends) if self._end is None else self._end
         first = _bound(bounds.get("startValue"), bounds.get("start"), end, 0.0)
         last = _bound(bounds.get("endValue"), bounds.get("end"), end, end)
         self._zoom = None if first <= 0 and last >= end else (first, last)
-        self.show(curves, extra=self._extra, marks=self._marks)
+        self.show(curves, extra=self._extra, marks=self._marks, end=self._end)
+
+    def _label(self, name: str) -> str:
+        return self._labels.get(name, name)
 
     def _series(self) -> list[dict[str, Any]]:
         series: list[dict[str, Any]] = []
         for index, (name, points) in enumerate(self._points.items()):
-            line: dict[str, Any] = {
-                "name": self._labels.get(name, name),
-                "type": "line",
-                "showSymbol": len(points) == 1,  # a single point has no line
-                "symbolSize": 6,
-                "data": points,
-                "lineStyle": {"width": 1.4, "type": dash_of(index)},
-                "itemStyle": {"color": color_of(index)},
-                "emphasis": {"disabled": True},
-            }
+            is_pale = bool(self._smooth) and len(points) > 1
+            line = self._line(self._label(name), points, index, width=1.0 if is_pale else 1.6)
+            line["lineStyle"]["opacity"] = _PALE if is_pale else 1
             if index == 0:
                 line["markLine"] = self._mark_lines()
             series.append(line)
+        for index, (name, points) in enumerate(self._smooth.items()):
+            series.append(self._line(f"{self._label(name)}, smoothed", points, index, width=2.0))
         for index, (name, points) in enumerate(self._extra.items()):
-            series.append(
-                {
-                    "name": name,
-                    "type": "line",
-                    "showSymbol": True,
-                    "symbolSize": 6,
-                    "data": points,
-                    "itemStyle": {"color": color_of(index + len(self._points))},
-                }
-            )
+            line = self._line(name, points, index + len(self._points), width=2.0)
+            line |= {"showSymbol": True, "symbol": "emptyCircle", "symbolSize": 7}
+            if (best := self._best_of(points)) is not None:
+                line["markPoint"] = self._mark_of_best(best, index + len(self._points))
+            series.append(line)
         return series
+
+    def _line(self, name: str, points: Points, index: int, *, width: float) -> dict[str, Any]:
+        return {
+            "name": name,
+            "type": "line",
+            "showSymbol": len(points) == 1,  # a single point has no line
+            "symbol": "circle",
+            "symbolSize": 7,
+            "data": points,
+            "lineStyle": {"width": width, "type": dash_of(index)},
+            "itemStyle": painted(token_of(index + self._first_color)),
+            "emphasis": {"disabled": True},
+        }
+
+    def _best_of(self, points: Points) -> Points | None:
+        if not self._best or not len(points):
+            return None
+        values = points[:, 1]
+        best: Points = points[np.argmin(values) if self._best == "lowest" else np.argmax(values)]
+        return best
+
+    def _mark_of_best(self, best: Points, index: int) -> dict[str, Any]:
+        step, value = best.tolist()
+        color = painted(token_of(index + self._first_color))
+        end = self._end or max(float(p[-1, 0]) for p in self._points.values() if len(p))
+        return {
+            "symbol": "circle",
+            "symbolSize": 11,
+            "animation": False,
+            "silent": True,
+            "itemStyle": color,
+            "label": {
+                "formatter": f"best {value:.4g}",
+                # Inside the chart, also at its end.
+                "position": "left" if step > 0.8 * end else "right",
+                "offset": [0, -12 if self._best == "lowest" else 12],
+                "fontWeight": 600,
+                "fontSize": 12,
+                **color,
+            },
+            "data": [{"coord": [step, value]}],
+        }
 
     def _mark_lines(self) -> dict[str, Any]:
         lines: list[dict[str, Any]] = [
             {
                 "name": level.name,
                 "yAxis": level.value,
-                "lineStyle": {"color": PLANNED, "type": "dashed"},
-                "label": {"formatter": "{b}", "position": "insideStartTop", "color": _TEXT},
+                "lineStyle": {**painted("ink-3"), "type": "dashed"},
+                "label": {"formatter": "{b}", "position": "insideEndTop", **painted("ink-3")},
             }
             for level in self._levels
         ]
@@ -225,9 +327,10 @@ class LineChart:
                 "name": mark.text,
                 "xAxis": mark.step,
                 "lineStyle": {
-                    "color": _TEXT,
+                    **painted("ink-3"),
                     "type": "dotted",
-                    "opacity": 0.35 if mark.is_checkpoint else 1,
+                    "opacity": (0.25 if mark.is_checkpoint else 0.8)
+                    * (1 if self._is_lead else 0.5),
                 },
                 "label": {"show": False},
             }
@@ -240,24 +343,27 @@ class LineChart:
             "silent": True,  # the tooltip has their texts
         }
 
-    def _ticks(self, axis: dict[str, Any]) -> dict[str, Any]:
+    def _ticks(self) -> dict[str, Any]:
         """How the horizontal axis is labeled."""
         if self._across == "step":
             return {"minInterval": 1}
-        labels = {**axis["axisLabel"], "showMaxLabel": False}  # the end is no round number
+        labels = {**_axis()["axisLabel"], "showMaxLabel": False}  # the end is no round number
         if self._across == "hours":
             return {"axisLabel": {**labels, "formatter": "{value} h"}}
-        short = "v => v >= 1e9 ? v / 1e9 + 'B' : v >= 1e6 ? v / 1e6 + 'M' : v >= 1e3 ? v / 1e3 + 'k' : v"
-        return {"axisLabel": {**labels, ":formatter": short}}
+        return {"axisLabel": {**labels, ":formatter": _SHORT}}
 
-    def _options(self) -> dict[str, Any]:
-        axis: dict[str, Any] = {
-            "axisLabel": {"color": _TEXT, "hideOverlap": True},
-            "splitLine": {"lineStyle": {"color": _GRID}},
-            "axisLine": {"lineStyle": {"color": _GRID}},
-        }
+    def _vertical(self) -> dict[str, Any]:
+        axis = {**_axis(), "splitLine": {"lineStyle": painted("line")}, "axisLine": {"show": False}}
+        values = [points[:, 1] for points in (*self._points.values(), *self._extra.values())]
+        known = np.concatenate(values) if values else np.empty(0)
+        if self.is_logarithmic and len(known) and known.min() > 0:
+            # A base with which a handful of its powers lie between the lowest and the highest value.
+            ratio = float(known.max() / known.min())
+            base = next((b for b in (1.02, 1.05, 1.1, 1.25, 1.5, 2.0) if b**6 > ratio), 10.0)
+            labels = {**axis["axisLabel"], ":formatter": "v => +v.toPrecision(3)"}
+            return {**axis, "type": "log", "logBase": base, "scale": True, "axisLabel": labels}
         levels = [level.value for level in self._levels]
-        vertical: dict[str, Any] = {**axis, "type": "value", "scale": True}
+        vertical: dict[str, Any] = {**axis, "type": "value", "scale": True, "splitNumber": 4}
         if levels:  # a line of the plan above every measured value stays in view
             vertical |= {"min": 0, ":max": f"value => Math.max(value.max, {max(levels)}) * 1.08"}
             vertical["axisLabel"] = {
@@ -265,46 +371,76 @@ class LineChart:
                 "showMaxLabel": False,  # no round number; its digits would still take room
                 ":formatter": "v => (+v.toPrecision(3)).toLocaleString('en')",
             }
+        return vertical
+
+    def _options(self) -> dict[str, Any]:
+        across = {
+            **_axis(),
+            "splitLine": {"show": False},
+            "axisLine": {"lineStyle": painted("line")},
+        }
         return {
             "animation": False,
-            "grid": {"left": 8, "right": 30, "top": 30, "bottom": 8, "containLabel": True},
-            "xAxis": {**axis, "type": "value", "min": 0, "max": "dataMax"} | self._ticks(axis),
-            "yAxis": vertical,
+            "textStyle": {":fontFamily": "getComputedStyle(document.body).fontFamily"},
+            "grid": {"left": 2, "right": 14, "top": 12, "bottom": 2, "containLabel": True},
+            "xAxis": {**across, "type": "value", "min": 0, "max": "dataMax"} | self._ticks(),
+            "yAxis": self._vertical(),
             "tooltip": {
                 "trigger": "axis",
                 "confine": True,
+                "axisPointer": {"lineStyle": painted("ink-3")},
+                ":backgroundColor": "studioColor('card')",
+                ":borderColor": "studioColor('line-strong')",
+                "textStyle": {**painted("ink"), "fontSize": 12},
                 "extraCssText": "white-space: pre-wrap; overflow-wrap: anywhere; max-width: 28rem",
             },
             "legend": {
                 "type": "scroll",
                 "top": 0,
                 "left": 0,
-                "right": 60,
-                "textStyle": {"color": _TEXT},
+                "icon": "roundRect",
+                "itemWidth": 14,
+                "itemHeight": 3,
+                "textStyle": painted("ink-2"),
                 "show": False,
             },
+            # Without a picture: studioChart takes it, and a drag with the mouse zooms.
             "toolbox": {
-                "right": 8,
-                "top": 0,
-                "itemSize": 13,
-                "feature": {"dataZoom": {"yAxisIndex": "none"}, "restore": {}},
-                "iconStyle": {"borderColor": _TEXT},
+                "itemSize": 0,
+                "top": -40,
+                "feature": {"dataZoom": {"yAxisIndex": "none", "brushStyle": {"opacity": 0.15}}},
             },
             "dataZoom": [{"type": "inside", "zoomOnMouseWheel": "ctrl", "filterMode": "none"}],
             "series": self._series(),
         }
 
 
-# Of the report's classes, legible on light and on dark.
+_SHORT = "v => v >= 1e9 ? v / 1e9 + 'B' : v >= 1e6 ? v / 1e6 + 'M' : v >= 1e3 ? v / 1e3 + 'k' : v"
+
+
+def _axis() -> dict[str, Any]:
+    return {
+        "axisLabel": {**painted("ink-3"), "hideOverlap": True, "fontSize": 11},
+        "axisTick": {"show": False},
+    }
+
+
+def _smoothed(
+    curves: SmoothCurves, weight: float, name: str, first: float = 0, last: float | None = None
+) -> Points:
+    return curves.smoothed(name, weight, first, last)
+
+
+# Of the report's classes: a token, and how opaque it is.
 HEAT_COLORS = {
-    "dead": "#a04fb0",
-    "low3": "#2a78c2",
-    "low2": "rgba(42, 120, 194, 0.6)",
-    "low1": "rgba(42, 120, 194, 0.3)",
-    "fair": "rgba(138, 143, 152, 0.18)",
-    "high1": "rgba(208, 102, 28, 0.35)",
-    "high2": "rgba(208, 102, 28, 0.65)",
-    "high3": "#d0661c",
+    "dead": ("ink", 1.0),
+    "low3": ("c2", 1.0),
+    "low2": ("c2", 0.6),
+    "low1": ("c2", 0.3),
+    "fair": ("sunk", 1.0),
+    "high1": ("c1", 0.35),
+    "high2": ("c1", 0.65),
+    "high3": ("c1", 1.0),
 }
 
 
@@ -313,13 +449,15 @@ def heat_options(rows: Sequence[tuple[int, Sequence[float]]]) -> dict[str, Any]:
     begins = [*(begin for begin, _, _ in HEAT[1:]), None]
     pieces: list[dict[str, Any]] = []
     for (begin, name, label), end in zip(HEAT, begins, strict=True):
-        piece: dict[str, Any] = {"gte": begin, "label": label, "color": HEAT_COLORS[name]}
+        token, opacity = HEAT_COLORS[name]
+        color = f"studioColor('{token}', {opacity})"
+        piece: dict[str, Any] = {"gte": begin, "label": label, ":color": color}
         pieces.append(piece if end is None else {**piece, "lt": end})
     axis = {
         "type": "category",
-        "axisLabel": {"color": _TEXT, "hideOverlap": True},
-        "axisLine": {"lineStyle": {"color": _GRID}},
-        "nameTextStyle": {"color": _TEXT},
+        **_axis(),
+        "axisLine": {"show": False},
+        "nameTextStyle": painted("ink-3"),
     }
     columns = len(rows[0][1])
     return {
@@ -339,7 +477,7 @@ def heat_options(rows: Sequence[tuple[int, Sequence[float]]]) -> dict[str, Any]:
             "left": 0,
             "itemWidth": 12,
             "itemHeight": 10,
-            "textStyle": {"color": _TEXT},
+            "textStyle": painted("ink-2"),
             "pieces": pieces,
         },
         "series": [
@@ -361,8 +499,9 @@ class LoadMap:
     """Mutable: the load of each expert in the newest step that reports it, layers by experts."""
 
     def __init__(self, rows: Sequence[tuple[int, Sequence[float]]]) -> None:
-        with ui.column().classes("w-full gap-0"):
-            self._heading = ui.label().classes("text-sm font-medium")
+        with ui.element("section").classes("card"):
+            with text("Load of each expert", "h2", "card-title"):
+                self._heading = text("", "small")
             height = min(36, 10 + 2 * len(rows))
             self.element = ui.echart(heat_options(rows)).classes("w-full")
             self.element.style(f"height: {height}rem")
@@ -374,20 +513,25 @@ class LoadMap:
         if step == self._step:
             return
         self._step = step
-        self._heading.text = f"Load of each expert, step {step:,}, relative to an even one"
+        self._heading.text = f"step {step:,}, relative to an even one"
         with self.element.props.suspend_updates():
             self.element.options.update(heat_options(rows))
         self.element.update()
 
 
-def color_of(index: int) -> str:
+def token_of(index: int) -> str:
     """Of the curve with this index in a chart."""
-    return COLORS[index % len(COLORS)]
+    return f"c{index % NUM_COLORS + 1}"
+
+
+def color_of(index: int) -> str:
+    """The same for a rule of CSS."""
+    return f"var(--{token_of(index)})"
 
 
 def dash_of(index: int) -> str:
     """Of the curve with this index: another where the colors begin again."""
-    return DASHES[index // len(COLORS) % len(DASHES)]
+    return DASHES[index // NUM_COLORS % len(DASHES)]
 
 
 def marks_of(timeline: Sequence[Incident]) -> list[ChartMark]:

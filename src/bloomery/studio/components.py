@@ -80,9 +80,9 @@ def note(words: str, tone: Literal["", "good", "warn", "bad"] = "") -> TextEleme
 class Number:
     """Mutable: a number with its label above and a sentence below it. `lead`: the one that decides."""
 
-    def __init__(self, label: str, *, lead: bool = False) -> None:
+    def __init__(self, *, lead: bool = False) -> None:
         with ui.element("div").classes("number lead" if lead else "number") as self.element:
-            self._label = text(label)
+            self._label = text("")
             with TextElement(tag="b", text="") as self._value:
                 self._unit = text("", "small")
             self._below = text("", "em")

@@ -68,6 +68,14 @@ def page(title: str, path: str, *, tells_errors: bool = True) -> Iterator[None]:
     def change_colors(event: GenericEventArguments) -> None:
         dark.value = bool(event.args)
 
+    client = ui.context.client
+
+    def redraw_charts() -> None:
+        """A canvas does not follow the colors of a page."""
+        for element in client.elements.values():
+            if isinstance(element, ui.echart):
+                element.update()
+
     told = set[str]()
 
     def tell(error: Exception) -> None:
@@ -89,13 +97,11 @@ def page(title: str, path: str, *, tells_errors: bool = True) -> Iterator[None]:
                     if place.path == path:
                         link.props("aria-current=page")
             with ui.element("div").classes("foot"):
-                ui.button(icon="contrast").props(
-                    'flat dense aria-label="Switch between light and dark"'
-                ).on(
-                    "click",
-                    change_colors,
-                    js_handler=f"() => emit(studioSwitchColors('{_COLORS}'))",
-                )
+                switch = ui.button(icon="contrast")
+                switch.props('flat dense data-colors aria-label="Switch between light and dark"')
+                emit = f"() => emit(studioSwitchColors('{_COLORS}'))"
+                switch.on("click", change_colors, js_handler=emit)
+                switch.on("redraw", redraw_charts)
         with ui.element("main"):
             yield
 

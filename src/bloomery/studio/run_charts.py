@@ -16,7 +16,7 @@ from bloomery.report.rewards import (
     mean_rewards,
     title_of,
 )
-from bloomery.studio.charts import Level
+from bloomery.studio.charts import Best, Level
 from bloomery.studio.watching import MFU, OpenRun, planned_speed
 from bloomery.view.curves import NO_POINTS, Points, rounded_points
 from bloomery.view.reader import LIVE
@@ -33,6 +33,10 @@ class Chart:
     levels: tuple[Level, ...] = ()
     evaluated: str = ""
     of_devices: bool = False
+    best: Best = ""  # of its evaluations
+    smooths: bool = False  # noisy from step to step
+    color: int = 0  # of the first curve
+    leads: bool = False  # what decides about the run
 
 
 def run_figures(opened: OpenRun) -> Iterator[tuple[str, str]]:
@@ -96,10 +100,17 @@ def _all_charts(opened: OpenRun) -> Iterator[Chart]:
     summary = opened.summary
     plan = opened.reader.plan
     if summary.scores_completions:
-        yield Chart("Reward", {"reward": "training"}, "mean over completions", evaluated="reward")
-        yield Chart("Loss", {"loss": "loss"}, "near 0: look at the reward")
+        reward = {"reward": "training"}
+        unit = "mean over completions"
+        yield Chart(
+            "Reward", reward, unit, evaluated="reward", best="highest", smooths=True, leads=True
+        )
+        yield Chart("Loss", {"loss": "loss"}, "near 0: look at the reward", smooths=True)
     else:
-        yield Chart("Loss", {"loss": "loss"}, summary.unit, evaluated="loss")
+        loss = {"loss": "training"}
+        yield Chart(
+            "Loss", loss, summary.unit, evaluated="loss", best="lowest", smooths=True, leads=True
+        )
     yield from _charts_of_metrics(opened)
 
     speed: tuple[Level, ...] = ()
@@ -109,11 +120,13 @@ def _all_charts(opened: OpenRun) -> Iterator[Chart]:
         if planned_utilization := opened.reader.planned.utilization(planned):
             utilization = (Level("plan", 100 * planned_utilization),)
     memory = () if plan is None else (Level("plan", plan.memory.total / GIB),)
-    yield Chart("Learning rate", {"learning rate": "learning rate"})
-    yield Chart("Gradient norm", {"gradient norm": "gradient norm"}, "before clipping")
-    yield Chart("Tokens per second", {"tokens per second": "tokens per second"}, "", speed)
-    yield Chart(MFU, {MFU: MFU}, "% of the peak of the devices", utilization)
-    yield Chart("Memory", {"memory": "memory"}, "GiB, peak", memory)
+    yield Chart("Learning rate", {"learning rate": "learning rate"}, color=1)
+    yield Chart(
+        "Gradient norm", {"gradient norm": "gradient norm"}, "before clipping", smooths=True
+    )
+    yield Chart("Tokens per second", {"tokens per second": "tokens per second"}, "", speed, color=2)
+    yield Chart(MFU, {MFU: MFU}, "% of the peak of the devices", utilization, color=2)
+    yield Chart("Memory", {"memory": "memory"}, "GiB, peak", memory, color=3)
     for kind, unit in (("temperature", "°C"), ("power", "W")):
         prefix = f"{kind} of "
         devices = {
@@ -145,7 +158,8 @@ def _charts_of_metrics(opened: OpenRun) -> Iterator[Chart]:
     for name in names:
         if name not in drawn:
             title = harmless(title_of(name))
-            yield Chart(title, {name: "training"}, METRIC_UNITS.get(name, ""), evaluated=name)
+            unit = METRIC_UNITS.get(name, "")
+            yield Chart(title, {name: "training"}, unit, evaluated=name, smooths=True)
 
 
 def evaluations_of(opened: OpenRun, metric: str) -> Points:

@@ -7,22 +7,27 @@ from typing import final
 from urllib.parse import quote
 
 from nicegui import ui
+from nicegui.elements.mixins.text_element import TextElement
 
 from bloomery.core.errors import UserError
 from bloomery.core.text import harmless
 from bloomery.monitor.words import phase_text
-from bloomery.studio.charts import ChartMark, LineChart, LoadMap, marks_of
+from bloomery.studio.charts import SMOOTHINGS, ChartMark, LineChart, LoadMap, marks_of
 from bloomery.studio.commands import Commands
-from bloomery.studio.frame import STATUS_COLORS, CommandView, notify, page, update_every
+from bloomery.studio.components import Badge, Number, Progress, button, note, text, toolbar
+from bloomery.studio.frame import CommandView, notify, page, update_every
 from bloomery.studio.models_page import address_of_chat, ask_to_export
 from bloomery.studio.post_mortem import PostMortemView
-from bloomery.studio.run_charts import charts_of, evaluations_of, run_figures
-from bloomery.studio.run_sections import EventList, drawers_of
+from bloomery.studio.run_charts import Chart, charts_of, evaluations_of, run_figures
+from bloomery.studio.run_headline import headline, subtitle
+from bloomery.studio.run_sections import EventList, SampleList, drawers_of
 from bloomery.studio.watching import FIRST_SECONDS, OpenRun, Watching, timeline_of
 from bloomery.view.curves import NO_POINTS
 from bloomery.view.reader import LIVE
 
 UPDATE_SECONDS = 1.0
+DEFAULT_SMOOTHING = 0.9
+LEAST_SHARE = 0.2  # of a run, before which its charts end with its newest step
 
 
 async def run_page(watching: Watching, commands: Commands, name: str) -> None:
@@ -74,49 +79,50 @@ class RunPage:
         self.commands = commands
         self.name = opened.reader.folder.name
         self._version = -1
-        with ui.row().classes("w-full items-center gap-3"):
-            ui.label(harmless(self.name)).classes("text-xl font-semibold break-all").props(
-                "role=heading aria-level=1"
-            )
-            self._badge = ui.badge(opened.status).classes("px-2 py-1").props('aria-live="polite"')
-            ui.space()
-            self._resume = self._button("Resume", "resume", "play_arrow")
-            self._evaluate = self._button("Evaluate", "eval", "fact_check")
-            self._chat = ui.button("Chat", icon="chat_bubble_outline", on_click=self._open_chat)
-            self._export = ui.button("Export", icon="file_download", on_click=self._ask_to_export)
-            for button in (self._chat, self._export):
-                button.props("outline dense no-caps padding='xs sm'")
-            new_run = f"/new?run={quote(self.name, safe='')}"
-            ui.button(
-                "New run from this", icon="add", on_click=lambda: ui.navigate.to(new_run)
-            ).props("outline dense no-caps padding='xs sm'")
-            # Last, at the edge, and there while the page is open: no other button comes under the mouse.
-            self._save = self._button("Save now", "save", "save")
-            self._stop = self._button("Save and stop", "stop", "stop")
-            self._was_live = False
+        with ui.element("div").classes("heading"):
+            with ui.element("div").classes("min-w-0"):
+                with ui.element("div").classes("toolbar"):
+                    text(harmless(self.name), "h1", "title")
+                    self._badge = Badge(opened.status)
+                self._sub = text("", "p", "sub")
+            with toolbar():
+                self._resume = self._button("Resume", "resume")
+                self._evaluate = self._button("Evaluate", "eval")
+                self._chat = button("Chat", self._open_chat)
+                self._export = button("Export", self._ask_to_export)
+                new_run = f"/new?run={quote(self.name, safe='')}"
+                button("New run from this", lambda: ui.navigate.to(new_run))
+                # Last, at the edge, and there while the page is open: no other button comes under the mouse.
+                self._save = self._button("Save now", "save")
+                self._stop = self._button("Save and stop", "stop")
+                self._was_live = False
         self._reloads = False
-        self._problem = ui.label().classes("studio-text").props("role=status")
+        self._problem = note("").props("role=status")
         self._command = CommandView(commands, self.name)
         self._post_mortem = PostMortemView(opened)
-        self._progress = ui.linear_progress(0, show_value=False, size="6px").props(
-            "aria-hidden=true"
-        )
-        self._figures = ui.row().classes("w-full gap-x-6 gap-y-2")
-        self._values: dict[str, ui.label] = {}  # of the figures, by label
+        self._numbers = ui.element("div").classes("numbers")
+        self._shown_numbers: list[Number] = []
         self._charts: dict[tuple[str, str], LineChart] = {}  # by title and first curve
-        self._grid = ui.element("div").classes("w-full grid gap-4 grid-cols-1 md:grid-cols-2")
-        self._experts = ui.column().classes("w-full gap-0")
+        self._lead = ui.element("div").classes("w-full")
+        self._progress = Progress()
+        self._grid = ui.element("div").classes("grid3")
+        self._smoothing = DEFAULT_SMOOTHING
+        self._is_logarithmic = False
+        self._experts = ui.element("div").classes("w-full")
+        self._experts.visible = False
         self._load_map: LoadMap | None = None  # of a mixture
+        self._samples = SampleList(opened)
         self._events = EventList()
-        with ui.element("section").classes("w-full"):
+        with ui.element("section").classes("card"):
+            with ui.expansion("All figures").classes("w-full"):
+                self._figures = ui.element("div").classes("facts")
+            self._values: dict[str, TextElement] = {}  # of the figures, by label
             self._drawers = drawers_of(opened)
         with opened.lock:
             self._draw()
 
-    def _button(self, text: str, command: str, icon: str) -> ui.button:
-        return ui.button(text, icon=icon, on_click=lambda: self._start(command)).props(
-            "outline dense no-caps padding='xs sm'"
-        )
+    def _button(self, words: str, command: str) -> ui.button:
+        return button(words, lambda: self._start(command))
 
     def _start(self, command: str) -> None:
         try:
@@ -147,6 +153,7 @@ class RunPage:
         with self.opened.lock:
             self._draw()
         await self._post_mortem.update()
+        await self._samples.update()
         for drawer in self._drawers:
             await drawer.update()
 
@@ -154,8 +161,8 @@ class RunPage:
         """What has changed since the last time."""
         opened = self.opened
         status = opened.status
-        self._badge.text = status
-        self._badge.props(f"color={STATUS_COLORS.get(status, 'grey-7')}")
+        self._badge.show(status)
+        self._sub.text = subtitle(opened)
         reading = (
             f"reading events: step {opened.summary.step:,} so far" if opened.is_reading else ""
         )
@@ -180,13 +187,25 @@ class RunPage:
         has_events = version != self._version
         self._version = version
         steps = summary.planned_steps or opened.reader.planned.steps
-        self._progress.value = min(summary.step / steps, 1.0) if steps else 0.0
+        self._progress.show(summary.step / steps if steps else 0.0)
+        self._progress.element.visible = is_live and bool(steps)
+        self._draw_numbers()
         self._draw_figures()
         if has_events:
             timeline = timeline_of(opened)
-            self._draw_charts(marks_of(timeline))
+            self._draw_charts(marks_of(timeline), steps if is_live else None)
             self._draw_experts()
             self._events.show(timeline)
+
+    def _draw_numbers(self) -> None:
+        """What decides, in one row."""
+        figures = list(headline(self.opened))
+        if len(figures) != len(self._shown_numbers):
+            self._numbers.clear()
+            with self._numbers:
+                self._shown_numbers = [Number(lead=index == 0) for index in range(len(figures))]
+        for number, figure in zip(self._shown_numbers, figures, strict=True):
+            number.show(figure.label, figure.value, figure.below, figure.tone, unit=figure.unit)
 
     def _draw_figures(self) -> None:
         figures = dict(run_figures(self.opened))
@@ -195,9 +214,9 @@ class RunPage:
             self._values = {}
             with self._figures:
                 for label in figures:
-                    with ui.column().classes("gap-0 studio-figure"):
-                        ui.label(label).classes("text-xs opacity-75")
-                        self._values[label] = ui.label().classes("text-base font-medium")
+                    with ui.element("div").classes("fact"):
+                        self._values[label] = text("", "b")
+                        text(label)
         for label, value in figures.items():
             self._values[label].text = value
 
@@ -207,12 +226,17 @@ class RunPage:
         if load is None or not rows:
             return
         if self._load_map is None:
+            self._experts.visible = True
             with self._experts:
                 self._load_map = LoadMap(rows)
         self._load_map.show(load.step, rows)
 
-    def _draw_charts(self, marks: Sequence[ChartMark]) -> None:
-        for place, chart in enumerate(charts_of(self.opened)):
+    def _draw_charts(self, marks: Sequence[ChartMark], steps: int | None) -> None:
+        """`steps`: of the whole run, while it trains: the axis ends there once a part of it is behind."""
+        step = self.opened.summary.step
+        end = float(steps) if steps and LEAST_SHARE * steps <= step <= steps else None
+        place = 0  # of those below the one that leads
+        for chart in charts_of(self.opened):
             names = tuple(chart.curves)
             key = chart.title, names[0]  # a metric may have any name
             drawn = self._charts.get(key)
@@ -220,17 +244,11 @@ class RunPage:
                 drawn.delete()
                 drawn = None
             if drawn is None:
-                with self._grid:
-                    drawn = self._charts[key] = LineChart(
-                        chart.title,
-                        names,
-                        labels=chart.curves,
-                        unit=chart.unit,
-                        levels=chart.levels,
-                    )
-                drawn.move(
-                    place
-                )  # the first values of a curve may come after those of later charts
+                drawn = self._charts[key] = self._chart(chart, names)
+                if not chart.leads:
+                    # The first values of a curve may come after those of later charts.
+                    drawn.move(place)
+            place += not chart.leads
             evaluations = (
                 evaluations_of(self.opened, chart.evaluated) if chart.evaluated else NO_POINTS
             )
@@ -238,4 +256,47 @@ class RunPage:
                 self.opened,
                 extra={"validation": evaluations} if len(evaluations) else None,
                 marks=marks,
+                end=end,
             )
+
+    def _chart(self, chart: Chart, names: tuple[str, ...]) -> LineChart:
+        with self._lead if chart.leads else self._grid:
+            drawn = LineChart(
+                chart.title,
+                names,
+                labels=chart.curves,
+                unit=chart.unit,
+                levels=chart.levels,
+                is_lead=chart.leads,
+                best=chart.best,
+                color=chart.color,
+            )
+        if chart.smooths:
+            drawn.smoothing = self._smoothing
+            drawn.is_logarithmic = self._is_logarithmic
+        if chart.leads:
+            with drawn.tools:
+                self._show_tools()
+        return drawn
+
+    def _show_tools(self) -> None:
+        """Smoothing and the vertical axis, of all charts that are noisy."""
+        text("smoothing", "span", "muted small")
+        smoothing = ui.toggle(SMOOTHINGS, value=self._smoothing)
+        smoothing.props('dense unelevated no-caps aria-label="Smoothing"')
+        logarithm = ui.switch("log", value=self._is_logarithmic).props("dense")
+
+        def change() -> None:
+            self._smoothing = smoothing.value
+            self._is_logarithmic = logarithm.value
+            with self.opened.lock:
+                smooths = {
+                    (c.title, next(iter(c.curves))) for c in charts_of(self.opened) if c.smooths
+                }
+            for key in smooths & self._charts.keys():
+                self._charts[key].change(
+                    smoothing=self._smoothing, is_logarithmic=self._is_logarithmic
+                )
+
+        smoothing.on_value_change(change)
+        logarithm.on_value_change(change)

@@ -12,6 +12,7 @@ from bloomery.data.pictures.thumbnails import Shown, shown_thumbnail
 from bloomery.monitor.events import Sampled
 from bloomery.plan.types import RunPlan
 from bloomery.report.rewards import ShownCompletion, shown_completions
+from bloomery.studio.components import card, text
 from bloomery.studio.watching import OpenRun, end_of
 from bloomery.view.incidents import Incident
 
@@ -64,17 +65,7 @@ def drawers_of(opened: OpenRun) -> list[Drawer]:
     """What a run has besides figures, charts and events."""
     folder = opened.reader.folder
 
-    images: dict[str, Shown | None] = {}
-
-    def samples() -> list[tuple[Sampled, Shown | None]]:
-        with opened.lock:
-            samples = list(opened.view.samples)
-        for place in {sample.image for sample in samples} - images.keys():
-            images[place] = shown_thumbnail(folder, place)
-        return [(sample, images[sample.image]) for sample in samples]
-
     return [
-        Drawer("Samples", samples, _draw_samples, follows=True),
         Drawer(
             "Completions",
             lambda: shown_completions(folder),
@@ -91,21 +82,56 @@ def _draw_text(text: str) -> None:
     ui.label(text).classes("studio-text")
 
 
-def _draw_samples(samples: Sequence[tuple[Sampled, Shown | None]]) -> None:
-    """The newest first; a prompt that is sampled at every evaluation shows how the model changes."""
-    if not samples:
-        ui.label("none yet: set sample.prompts in the recipe").classes("opacity-75")
-    for sample, image in reversed(samples):
-        ui.label(f"step {sample.step:,}").classes("text-xs opacity-75")
-        if not sample.image:
-            ui.label(redact_secrets(sample.whole)).classes("studio-text pb-2")
-            continue
-        with ui.row().classes("w-full gap-3 items-start pb-2"):
-            if image is None:
-                ui.label(f"{sample.image} is missing").classes("opacity-75")
-            else:
-                _draw_image(image, sample.image)
-            ui.label(redact_secrets(sample.whole)).classes("studio-text studio-beside")
+@final
+class SampleList:
+    """Mutable: what the model writes after each prompt, as training goes on: the newest first, older ones folded."""
+
+    def __init__(self, opened: OpenRun) -> None:
+        self._opened = opened
+        self._images: dict[str, Shown | None] = {}
+        self._shown: list[Sampled] = []
+        with card("Samples", "the same prompts, as training goes on") as self._box:
+            self._content = ui.element("div").classes("sample-grid")
+        self._box.visible = False
+
+    async def update(self) -> None:
+        with self._opened.lock:
+            samples = list(self._opened.view.samples)
+        if samples == self._shown:
+            return
+        self._shown = samples
+        for place in {sample.image for sample in samples} - self._images.keys():
+            folder = self._opened.reader.folder
+            self._images[place] = await asyncio.to_thread(shown_thumbnail, folder, place)
+        by_prompt: dict[tuple[str, str], list[Sampled]] = {}
+        for sample in reversed(samples):
+            by_prompt.setdefault((sample.prompt, sample.image), []).append(sample)
+        self._box.visible = True
+        self._content.clear()
+        with self._content:
+            for (prompt, image), of_prompt in by_prompt.items():
+                with ui.element("div").classes("sample"):
+                    if image:
+                        self._draw_image(image)
+                    text(redact_secrets(prompt), "div", "mono muted")
+                    _draw_sample(of_prompt[0])
+                    if older := of_prompt[1:]:
+                        with ui.expansion(f"{len(older)} earlier").classes("w-full"):
+                            for sample in older:
+                                _draw_sample(sample)
+
+    def _draw_image(self, place: str) -> None:
+        image = self._images[place]
+        if image is None:
+            ui.label(f"{place} is missing").classes("opacity-75")
+        else:
+            _draw_image(image, place)
+
+
+def _draw_sample(sample: Sampled) -> None:
+    with ui.element("div").classes("sample-text"):
+        text(f"step {sample.step:,}", "span", "muted small")
+        text(redact_secrets(sample.completion), "div", "mono")
 
 
 def _draw_image(image: Shown, name: str) -> None:
@@ -157,8 +183,7 @@ class EventList:
     """Mutable: the events of a run in words, the newest first."""
 
     def __init__(self) -> None:
-        with ui.element("section").classes("w-full"):
-            ui.label("Events").classes("text-lg font-semibold").props("role=heading aria-level=2")
+        with card("Events", "the newest first"):
             self._box = ui.column().classes("w-full gap-1")
             with self._box:
                 ui.label("nothing but training so far").classes("opacity-75")

@@ -1,5 +1,51 @@
 // What studio's pages do in the browser: charts, colors, the clipboard, the keyboard's focus.
 
+// A token of the look as charts need it, which cannot read it themselves.
+const studioColors = new Map();
+window.studioColor = (name, opacity = 1) => {
+  const key = [document.body.className, name, opacity].join();
+  if (!studioColors.has(key)) studioColors.set(key, studioReadColor(name, opacity));
+  return studioColors.get(key);
+};
+const studioReadColor = (name, opacity) => {
+  const probe = document.body.appendChild(document.createElement("i"));
+  probe.style.color = `color-mix(in srgb, var(--${name}) ${100 * opacity}%, transparent)`;
+  const canvas = Object.assign(document.createElement("canvas"), {width: 1, height: 1}).getContext("2d");
+  canvas.fillStyle = getComputedStyle(probe).color;
+  probe.remove();
+  canvas.fillRect(0, 0, 1, 1);
+  const [red, green, blue, alpha] = canvas.getImageData(0, 0, 1, 1).data;
+  return `rgba(${red}, ${green}, ${blue}, ${(alpha / 255).toFixed(3)})`;
+};
+
+// A chart as soon as it is drawn: all charts of a page show the same place and the same part, and a mouse zooms.
+window.studioChart = id => {
+  const chart = getElement(id)?.chart;
+  if (!chart) return;
+  if (!chart.group) {
+    chart.group = "studio";
+    import("nicegui-echart").then(({echarts}) => echarts.connect("studio"));
+    chart.getZr().on("dblclick", () => chart.dispatchAction({type: "dataZoom", dataZoomIndex: 0, start: 0, end: 100}));
+  }
+  const drawn = chart.getOption().series.length;
+  if (chart.studioDrawn !== drawn && matchMedia("(pointer: fine)").matches) {
+    chart.studioDrawn = drawn;
+    chart.dispatchAction({type: "takeGlobalCursor", key: "dataZoomSelect", dataZoomSelectActive: true});
+  }
+};
+
+// Charts are drawn again where the page turns from light to dark.
+{
+  let wasDark = null;
+  new MutationObserver(() => {
+    const isDark = document.body.classList.contains("body--dark");
+    if (wasDark !== null && isDark !== wasDark) {
+      document.querySelector("[data-colors]")?.dispatchEvent(new CustomEvent("redraw"));
+    }
+    wasDark = isDark;
+  }).observe(document.documentElement, {attributes: true, attributeFilter: ["class"], subtree: true});
+}
+
 // Replaces the end of some series of a chart: [[index, first changed point, points from there], ...]. The options are
 // those with which a chart begins that is not drawn yet.
 window.studioTails = (id, tails) => {

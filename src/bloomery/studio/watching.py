@@ -194,6 +194,13 @@ class OpenRun:
         with self.lock:
             return self.curves.points(name, first, last)
 
+    def smoothed(
+        self, name: str, weight: float, first: float = 0, last: float | None = None
+    ) -> Points:
+        """The moving average of a curve, also while its values are read."""
+        with self.lock:
+            return self.curves.smoothed(name, weight, first, last)
+
     def update(self, wait_seconds: float = 0.0) -> None:
         """Reads what is new since the last call; returns after `wait_seconds` while another thread does."""
         self.used = time.monotonic()

@@ -4,6 +4,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Literal, NamedTuple, final
 
 import numpy as np
@@ -48,6 +49,62 @@ class _Extremes(NamedTuple):
     last_bucket: int = 0
 
 
+def _width_of_buckets(span: int) -> int:
+    """Of so many steps: the power of two with which at most MOST_BUCKETS hold them."""
+    return 1 << max(0, (-(-span // MOST_BUCKETS) - 1).bit_length())
+
+
+_BLOCK = 64  # values that one row of a product of matrices averages
+
+
+@cache
+def _block_of_weights(weight: float) -> NDArray[np.float64]:
+    """Lower triangular: row i has the weights of values 0 to i in the average after value i."""
+    distance = np.subtract.outer(np.arange(_BLOCK), np.arange(_BLOCK))
+    powers = (1 - weight) * weight ** np.maximum(distance, 0.0)
+    block: NDArray[np.float64] = np.where(distance >= 0, powers, 0.0)
+    return block
+
+
+@final
+@dataclass
+class MovingAverages:
+    """Mutable: after each value the exponential average of those so far, bias-corrected as `MovingAverage` is: what is
+    not known (NaN) changes nothing. `weight`: of the past, from 0 to below 1."""
+
+    weight: float
+    values: "array[float]" = field(default_factory=lambda: array("d"))
+    _mean: float = 0.0
+    _num_known: int = 0
+
+    def extend(self, values: "array[float]") -> None:
+        """`values`: all of them, of which those before `len(self.values)` are averaged already."""
+        new = np.frombuffer(values, values.typecode)[len(self.values) :].astype(np.float64)
+        is_known = ~np.isnan(new)
+        known = new[is_known]
+        # In blocks: within each without those before it, then with what they leave, which fades by `decay`.
+        num_blocks = -(-len(known) // _BLOCK)
+        padded = np.zeros(num_blocks * _BLOCK)
+        padded[: len(known)] = known
+        means = padded.reshape(num_blocks, _BLOCK) @ _block_of_weights(self.weight).T
+        fading = self.weight ** np.arange(1, _BLOCK + 1)
+        before = np.empty(num_blocks)
+        mean = self._mean
+        for index, own in enumerate(means[:, -1].tolist()):
+            before[index] = mean
+            mean = own + mean * fading[-1]
+        averages = (means + np.outer(before, fading)).ravel()[: len(known)]
+        if len(known):
+            self._mean = float(averages[-1])
+            counts = self._num_known + np.arange(1, len(known) + 1)
+            averages /= 1 - self.weight**counts
+            self._num_known += len(known)
+        # A step without a value shows none.
+        all_averages = np.full(len(new), NAN)
+        all_averages[is_known] = averages
+        self.values.frombytes(all_averages.tobytes())
+
+
 @final
 @dataclass
 class Curve:
@@ -59,6 +116,7 @@ class Curve:
     _complete: Points = field(default_factory=lambda: NO_POINTS, compare=False)
     _width: int = field(default=0, compare=False)
     _last_bucket: int = field(default=0, compare=False)
+    _averages: "dict[float, MovingAverages]" = field(default_factory=dict, compare=False)
 
     def values_by_step(self) -> Points:
         """Every known value as it is kept, for a chart that takes means."""
@@ -70,10 +128,31 @@ class Curve:
         """Discards the later values."""
         del self.values[num_kept:]
         self._width = 0
+        self._averages.clear()
 
     def drop_every_second(self) -> None:
         del self.values[1::2]
         self._width = 0
+        self._averages.clear()
+
+    def smoothed(self, weight: float, first: float = 0, last: float | None = None) -> Points:
+        """The moving average with this weight of the past, between two steps: its last value of each bucket.
+
+        From every value of the curve, not from the points that are drawn. New steps change the last bucket alone, as in
+        `points`.
+        """
+        averages = self._averages.setdefault(weight, MovingAverages(weight))
+        averages.extend(self.values)
+        start = bisect_left(self.steps, first)
+        end = len(self.steps) if last is None else bisect_right(self.steps, last)
+        if start >= end:
+            return NO_POINTS
+        steps = np.frombuffer(self.steps, np.uint32)[start:end]
+        values = np.frombuffer(averages.values, np.float64)[start:end]
+        numbers = steps // np.uint32(_width_of_buckets(int(steps[-1]) - int(steps[0]) + 1))
+        ends = np.append(np.flatnonzero(numbers[1:] != numbers[:-1]), len(steps) - 1)
+        ends = ends[~np.isnan(values[ends])]
+        return rounded_points(steps[ends], values[ends])
 
     def at(self, steps: ArrayLike) -> NDArray[np.float64]:
         """The values at these steps, interpolated between those that are known."""
@@ -100,7 +179,7 @@ class Curve:
         if start >= end:
             return NO_POINTS
         span = self.steps[end - 1] - self.steps[start] + 1
-        width = 1 << max(0, (-(-span // MOST_BUCKETS) - 1).bit_length())
+        width = _width_of_buckets(span)
         if start or last is not None:
             return self._extremes(start, end, width).points
 
@@ -270,6 +349,17 @@ class RunCurves:
             return rounded_points(points[:, 0], factor * points[:, 1])
         curve = self.by_name.get(name)
         return NO_POINTS if curve is None else curve.points(first, last)
+
+    def smoothed(
+        self, name: str, weight: float, first: float = 0, last: float | None = None
+    ) -> Points:
+        """The moving average of a curve, as points."""
+        if name in self.scaled:
+            other, factor = self.scaled[name]
+            points = self.smoothed(other, weight, first, last)
+            return rounded_points(points[:, 0], factor * points[:, 1])
+        curve = self.by_name.get(name)
+        return NO_POINTS if curve is None else curve.smoothed(weight, first, last)
 
     def points_over(
         self, axis: Axis, name: str, first: float = 0, last: float | None = None
