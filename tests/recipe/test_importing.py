@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from bloomery.core.errors import UserError
 from bloomery.recipe.importing import import_recipe
 from bloomery.recipe.load import load_recipe
+from bloomery.recipe.rewards import VerifierReward
 
 LF = "model_name_or_path: a/b\ndataset: pairs\n"
 AX = "base_model: a/b\nmicro_batch_size: 2\nlearning_rate: 1e-5\n"
@@ -559,6 +560,21 @@ CASES = {
             "train.batch_size": 1,
         },
         {},
+    ),
+    "swift_dapo": (
+        "model: a/b\ndataset: c/d\nrlhf_type: grpo\nreward_funcs: [accuracy, soft_overlong]\n"
+        "soft_max_length: 100\nsoft_cache_length: 20\ndynamic_sample: true\nmax_resample_times: 4\n",
+        {
+            "objective.dynamic_sampling": True,
+            "objective.max_resample_times": 4,
+            "rewards": [
+                VerifierReward(verifier="math", column="solution"),
+                VerifierReward(
+                    verifier="soft_overlong", max_completion_len=100, soft_punish_cache=20
+                ),
+            ],
+        },
+        {"soft_max_length", "soft_cache_length"},
     ),
     "swift_embedding": (
         "model: a/b\ndataset: c/d\ntuner_type: lora\ntask_type: embedding\n",

@@ -91,6 +91,22 @@ MISFITS = {
         "objective: grpo\ntrain: {batch_size: 12}",
         "12 completions, which is no multiple of the 8",
     ),
+    "no length": (
+        "objective: grpo\nrewards: [{verifier: soft_overlong}]",
+        "soft_overlong needs max_completion_len",
+    ),
+    "no cache": (
+        "objective: grpo\nrewards: [{verifier: soft_overlong, max_completion_len: 512}]",
+        "soft_overlong needs soft_punish_cache",
+    ),
+    "a cache that is too large": (
+        "objective: grpo\nrewards: [{verifier: soft_overlong, max_completion_len: 9, soft_punish_cache: 10}]",
+        "soft_punish_cache of 10 tokens, and max_completion_len is 9",
+    ),
+    "a length that none reaches": (
+        "objective: grpo\nrewards: [{verifier: soft_overlong, max_completion_len: 999, soft_punish_cache: 10}]",
+        "of more than 989 tokens, and none has more than 512",
+    ),
     "no room": (
         "objective: {kind: grpo, max_completion_length: 1024}",
         "leave no room for a prompt in sequences of 1,024",

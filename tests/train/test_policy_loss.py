@@ -65,6 +65,7 @@ def batch_of(ids, mask, old, reference, sampled=None):
     }
     if old is not None:
         extras["old_logps"] = old * mask
+    extras["completions_per_token"] = torch.full_like(mask, len(ids) / float(mask.sum()))
     zeros = torch.zeros_like(ids)
     return Batch(zeros, ids, mask, zeros, zeros, sequences, extras)
 
@@ -93,7 +94,10 @@ def trl_loss(loss, logits, ids, mask, old, reference, ratios=None):
     from trl.trainer.rloo_trainer import RLOOTrainer
 
     accelerator = SimpleNamespace(
-        num_processes=1, reduce=lambda tensor, reduction: tensor, gather=lambda tensor: tensor
+        num_processes=1,
+        sync_gradients=True,
+        reduce=lambda tensor, reduction: tensor,
+        gather=lambda tensor: tensor,
     )
     trainer = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *_, **__: (
@@ -115,7 +119,9 @@ def trl_loss(loss, logits, ids, mask, old, reference, ratios=None):
         current_gradient_accumulation_steps=1,
         max_completion_length=loss.max_completion_length,
         accelerator=accelerator,
-        _entropy_bonus_enabled=False,
+        _entropy_bonus_enabled=loss.entropy_coef != 0.0,
+        entropy_coef=loss.entropy_coef,
+        use_adaptive_entropy=False,
         _metrics=defaultdict(lambda: defaultdict(list)),
     )
     inputs = {
@@ -149,6 +155,10 @@ CASES = {
     "GSPO": PolicyLoss(type="grpo", level="sequence", epsilon=3e-2, epsilon_high=4e-2),
     "rloo": PolicyLoss(type="rloo"),
     "GSPO with KL": PolicyLoss(level="sequence", beta=0.1),
+    "dapo with entropy": PolicyLoss(entropy_coef=0.3),
+    "cispo with entropy": PolicyLoss(type="cispo", epsilon_high=1.3, entropy_coef=0.1),
+    "grpo with entropy": PolicyLoss(type="grpo", beta=0.04, entropy_coef=0.3),
+    "dr_grpo with entropy": PolicyLoss(type="dr_grpo", max_completion_length=9, entropy_coef=0.3),
 }
 
 
@@ -381,3 +391,36 @@ def test_the_head_divides_by_the_temperature_and_gives_the_entropy(bias, softcap
     torch.testing.assert_close(found[1], entropies * mask)
     found[0].sum().backward()
     torch.testing.assert_close(hidden.grad, expected_gradient)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("tiles", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_head_gives_the_gradient_of_entropies(bias, softcap, tiles, dtype):
+    """With any upstream gradients of scores and entropies: that of autograd through all logits."""
+    from bloomery.model.heads import SCORE_OPERATORS
+
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.randn(2, 5, 8, generator=generator, dtype=dtype).requires_grad_()
+    output = torch.nn.Linear(8, VOCABULARY, bias=bias, dtype=dtype)
+    labels = torch.randint(0, VOCABULARY, (2, 5), generator=generator)
+    mask = torch.tensor([[1.0, 1, 0, 1, 1], [0, 1, 1, 1, 0]], dtype=dtype)
+    upstream = torch.randn(2, 2, 5, generator=generator, dtype=dtype)
+    logits = output(hidden)
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    expected = torch.stack(scores_and_entropies(logits / 0.7, labels)) * mask
+    inputs = (hidden, *output.parameters())
+    expected_gradients = torch.autograd.grad(expected, inputs, upstream)
+
+    operators = dataclasses.replace(
+        SCORE_OPERATORS, tile_size=lambda weight: -(-VOCABULARY // tiles)
+    )
+    settings = ScoreSettings(
+        4, operators=operators, temperature=0.7, entropy=True, entropy_gradient=True, native=True
+    )
+    found = LabelScores(labels, mask, settings)(hidden, output, softcap)
+    torch.testing.assert_close(found, expected)
+    gradients = torch.autograd.grad(found, inputs, upstream)
+    torch.testing.assert_close(gradients, expected_gradients)
+    assert all(gradient.abs().max() > 1e-3 for gradient in gradients)

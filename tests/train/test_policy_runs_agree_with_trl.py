@@ -114,7 +114,10 @@ def trl_loss(objective, texts: Completions, model, old: Tensor, reference, *, ro
         epsilon_low=objective.epsilon,
         epsilon_high=objective.epsilon_high or objective.epsilon,
         accelerator=SimpleNamespace(
-            num_processes=1, reduce=lambda tensor, reduction: tensor, gather=lambda tensor: tensor
+            num_processes=1,
+            sync_gradients=True,
+            reduce=lambda tensor, reduction: tensor,
+            gather=lambda tensor: tensor,
         ),
         _metrics=defaultdict(lambda: defaultdict(list)),
         current_gradient_accumulation_steps=1,
@@ -122,7 +125,9 @@ def trl_loss(objective, texts: Completions, model, old: Tensor, reference, *, ro
         beta=objective.beta,
         use_vllm=False,
         vllm_importance_sampling_correction=False,
-        _entropy_bonus_enabled=False,
+        _entropy_bonus_enabled=objective.entropy_coef != 0.0,
+        entropy_coef=objective.entropy_coef,
+        use_adaptive_entropy=False,
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
     )
@@ -263,6 +268,13 @@ LOSSES = {
         "objective.loss_type=grpo",
         "objective.importance_sampling_level=sequence",
         "objective.epsilon=0.06",
+    ),
+    "dapo with entropy": ("objective.entropy_coef=0.2",),
+    "grpo with entropy": (
+        *LORA,
+        "objective.loss_type=grpo",
+        "objective.beta=0.04",
+        "objective.entropy_coef=0.2",
     ),
     "rloo": (*LORA, "objective.kind=rloo", "objective.num_generations=4"),
 }

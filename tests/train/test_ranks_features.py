@@ -100,6 +100,8 @@ CASES: dict[str, list[tuple[str, dict[str, Any], float]]] = {
                     max_completion_length=8,
                     num_iterations=2,
                     beta=0.05,
+                    loss_type="grpo",
+                    entropy_coef=0.1,
                 ),
                 "rewards": (VerifierReward(verifier="length", max_characters=6),),
                 "adapter": Lora(**LORA),

@@ -5,6 +5,7 @@ import time
 import pytest
 
 from bloomery.core.errors import UserError
+from bloomery.infer.completions import Completion, Episode
 from bloomery.train.failures import Stopped
 from bloomery.train.rl import rewards as rewards_module
 from bloomery.train.rl.rewards import Rewards, WorkerReward
@@ -327,6 +328,36 @@ def test_verifiers_by_hand(name, settings, completion, expected, reward):
     assert verify(prompts=["?"], completions=[completion], **columns) == [reward]
     message = [{"role": "assistant", "content": completion}]
     assert verify(prompts=["?"], completions=[message], **columns) == [reward]
+
+
+@pytest.mark.parametrize(("longest", "cache"), [(100, 20), (100, 100), (7, 1)])
+def test_the_punishment_of_long_completions_is_that_of_trl(longest, cache):
+    other_rewards = pytest.importorskip("trl.rewards.other_rewards")
+    lengths = list(range(130))
+    ids = [[1] * length for length in lengths]
+    settings = {"max_completion_len": longest, "soft_punish_cache": cache}
+    texts = ["x"] * len(ids)
+    ours = verifier_of("soft_overlong", settings)(
+        prompts=texts, completions=texts, completion_ids=ids
+    )
+    theirs = other_rewards.get_soft_overlong_punishment(longest, cache)(ids)
+    assert ours == pytest.approx(theirs, abs=1e-15) and min(ours) == -1.0
+
+
+def test_results_of_tools_are_no_part_of_a_length():
+    """Of 6 tokens 4 were sampled; another reward has all."""
+    job = {
+        "verifier": "soft_overlong",
+        "settings": {"max_completion_len": 6, "soft_punish_cache": 4},
+    }
+    completion = Completion(0, 0, [1, 2, 3, 4, 5, 6])
+    completion.episode = Episode([], [[2, 4]], [], 1, 1, 0, None)
+    assert completion.sampled_ids == [1, 2, 5, 6] and completion.num_sampled == 4
+    with Rewards([WorkerReward(name="long", job=job)]) as rewards:
+        scored = rewards.score(
+            ["?"], ["x"], [completion.ids], {}, sampled_ids=[completion.sampled_ids]
+        )
+    assert scored.by_name["long"] == [-0.5]
 
 
 def verified(verifier, *, on_error="stop", completions, columns, prompts=None, **settings):

@@ -72,13 +72,14 @@ class Prompts:
 
     def __getitem__(self, number: int) -> Prompt:
         """The prompt of this number in the run; numbers from `len` on belong to later epochs."""
-        return self._read(self._document(number))
+        return self._read(self.document(number))
 
     def pictures_of(self, number: int) -> tuple[bytes, ...]:
         """Of the prompt of this number."""
-        return self._pictures(self._document(number))
+        return self._pictures(self.document(number))
 
-    def _document(self, number: int) -> int:
+    def document(self, number: int) -> int:
+        """Which row of the dataset the prompt of this number is."""
         if number < 0 or (number >= len(self) and not self._is_shuffled):
             raise IndexError(number)
         locate = self._visits.locate if self._is_shuffled else self._visits.in_order

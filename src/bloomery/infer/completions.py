@@ -71,6 +71,12 @@ class Completion:
     def num_sampled(self) -> int:
         return len(self.ids) - sum(end - start for start, end in self.given)
 
+    @property
+    def sampled_ids(self) -> list[int]:
+        """`ids` without those that were given."""
+        is_given = {place for start, end in self.given for place in range(start, end)}
+        return [token for place, token in enumerate(self.ids) if place not in is_given]
+
 
 # The numbers in [0, 1) that the next tokens of completions are sampled with: float64 [N], on any device.
 Uniforms = Callable[[Sequence[Completion]], Tensor]

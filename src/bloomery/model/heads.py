@@ -121,7 +121,8 @@ class ScoreSettings:
     compiler each way between the matmuls, for chunks of one shape. `native`: `model.compiled_scores` in its place, for
     rows as many as there are, on a CPU. `into_grad`: backward adds to the weight's `.grad` and returns no gradient,
     which saves a copy; hooks are not called. `temperature` divides the logits first. `entropy`: the result has the
-    entropy of each distribution in nats, without a gradient, in second place. `softcap`: the model's; its head sets it.
+    entropy of each distribution in nats in second place, without a gradient but for `entropy_gradient`. `softcap`: the
+    model's; its head sets it.
     """
 
     chunk: int
@@ -131,6 +132,7 @@ class ScoreSettings:
     operators: ScoreOperators = SCORE_OPERATORS
     temperature: float = 1.0
     entropy: bool = False
+    entropy_gradient: bool = False
     softcap: float | None = None
 
 
@@ -216,9 +218,10 @@ def label_scores(
     if torch.is_autocast_enabled(device_type):
         compute_dtype = torch.get_autocast_dtype(device_type)
 
-    # The native passes have no soft-cap and support two dtypes; where they run, torch's compiler has
-    # nothing to fuse.
-    if settings.native and settings.softcap is None and compute_dtype in compiled_scores.DTYPES:
+    # The native passes have neither a soft-cap nor a gradient of entropies, and support two dtypes; where they run,
+    # torch's compiler has nothing to fuse.
+    is_plain = settings.softcap is None and not settings.entropy_gradient
+    if settings.native and is_plain and compute_dtype in compiled_scores.DTYPES:
         settings = replace(settings, compiled=False)
     elif settings.native:
         settings = replace(settings, native=False)
@@ -291,6 +294,27 @@ def _to_other_gradient(
     logits_CV.copy_(gradient_CV if slope_CV is None else gradient_CV.mul_(slope_CV))
 
 
+def _to_gradient_with_entropy(
+    logits_CV: Tensor,
+    sums_C: Tensor,
+    grad_C: Tensor,
+    entropy_grad_C: Tensor,
+    entropies_C: Tensor,
+    softcap: float | None,
+) -> None:
+    """As `_to_other_gradient`, and the gradient of the entropies: of a logit l with probability p it is p (m - l).
+
+    m is the mean logit.
+    """
+    exact_CV = capped(widened(logits_CV), softcap)
+    probabilities_CV = (exact_CV - sums_C[:, None]).exp()
+    means_C = sums_C - entropies_C
+    if softcap is not None:
+        probabilities_CV = probabilities_CV * (1 - (exact_CV / softcap).square())
+    slopes_CV = (means_C[:, None] - exact_CV) * entropy_grad_C[:, None] - grad_C[:, None]
+    logits_CV.copy_(slopes_CV.mul_(probabilities_CV))
+
+
 def _fused(function: Callable[..., Result], settings: ScoreSettings) -> Callable[..., Result]:
     return settings.operators.fuse(function) if settings.compiled else function
 
@@ -351,21 +375,27 @@ class _LabelScores(torch.autograd.Function):
         saved_logits: tuple[Tensor, ...] = ()
         if logits_CU.shape == (len(hidden_ND), len(weight_VD)):
             saved_logits = (logits_CU,)
-        ctx.save_for_backward(hidden_ND, weight_VD, labels_N, scores_N, sums_N, *saved_logits)
-        ctx.settings = settings
         # Of a distribution with logits l: log sum exp(l) - sum p l.
         entropies_N = sums_N.new_empty(0) if mean_logits_N is None else sums_N - mean_logits_N
-        ctx.mark_non_differentiable(entropies_N)
+        if not settings.entropy_gradient:
+            ctx.mark_non_differentiable(entropies_N)
+        ctx.save_for_backward(
+            hidden_ND, weight_VD, labels_N, scores_N, sums_N, entropies_N, *saved_logits
+        )
+        ctx.settings = settings
         return scores_N, entropies_N
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: _Context, grad_N: Tensor, _entropy_gradient: Tensor
+        ctx: _Context, grad_N: Tensor, entropy_grad_N: Tensor
     ) -> tuple[Tensor | None, ...]:
-        hidden_ND, weight_VD, labels_N, scores_N, sums_N, *saved_logits = ctx.saved_tensors
+        hidden_ND, weight_VD, labels_N, scores_N, sums_N, entropies_N, *saved_logits = (
+            ctx.saved_tensors
+        )
         settings = ctx.settings
         to_other_gradient = _fused(_to_other_gradient, settings)
+        to_gradient_with_entropy = _fused(_to_gradient_with_entropy, settings)
 
         # The gradient of the weight is added to its `.grad` directly, to a tensor of its own, or, of a
         # frozen weight, not computed.
@@ -382,8 +412,12 @@ class _LabelScores(torch.autograd.Function):
         # Of a sum of scores the upstream gradient is one number, expanded; the kernels need a row of them.
         grad_N = grad_N.contiguous()
         label_gradient_N = -torch.expm1(scores_N) * grad_N
+        capped_logits_N = scores_N + sums_N
+        if settings.entropy_gradient:
+            entropy_grad_N = entropy_grad_N.contiguous()
+            means_N = sums_N - entropies_N
+            label_gradient_N += scores_N.exp() * (means_N - capped_logits_N) * entropy_grad_N
         if settings.softcap is not None:
-            capped_logits_N = scores_N + sums_N
             label_gradient_N = label_gradient_N * (
                 1 - (capped_logits_N / settings.softcap).square()
             )
@@ -403,7 +437,17 @@ class _LabelScores(torch.autograd.Function):
                         label_gradient_N[rows],
                     )
                 else:
-                    to_other_gradient(gradient_CU, sums_N[rows], grad_N[rows], settings.softcap)
+                    if settings.entropy_gradient:
+                        to_gradient_with_entropy(
+                            gradient_CU,
+                            sums_N[rows],
+                            grad_N[rows],
+                            entropy_grad_N[rows],
+                            entropies_N[rows],
+                            settings.softcap,
+                        )
+                    else:
+                        to_other_gradient(gradient_CU, sums_N[rows], grad_N[rows], settings.softcap)
                     column_C, inside_C = _label_columns(labels_N[rows], entries)
                     # Indexing equals scatter_, which passes over the whole vocabulary on a CPU.
                     row_C = torch.arange(len(column_C), device=column_C.device)
@@ -495,7 +539,7 @@ def _kl(logprobs_CV: Tensor, other_logprobs_CV: Tensor) -> Tensor:
 class Divergence:
     """float32 [4, B, T] of each position: the log-probability of its label, the divergence from the teacher in nats,
     the teacher's log-probability of the label, and 1 where both think the same token the likeliest; with `entropy`
-    [5, B, T], last the entropy of the model's distribution in nats, without a gradient.
+    [5, B, T], last the entropy of the model's distribution in nats, without a gradient but for `entropy_gradient`.
 
     All are 0 where the weight is 0. Log-probabilities are of softmax(logits); those of `at_temperature` and the
     teacher's, as the divergence and the entropy, of softmax(logits / temperature). Logits of both models exist
@@ -511,6 +555,7 @@ class Divergence:
     at_temperature: bool = False
     loss_positions_N: Tensor | None = None  # as in `LabelScores`
     entropy: bool = False
+    entropy_gradient: bool = False
 
     def __call__(self, hidden_BTD: Tensor, output: nn.Linear, softcap: float | None) -> Tensor:
         # Only positions with a loss are computed: their hidden states are taken out of the batch.
@@ -536,6 +581,7 @@ class Divergence:
             measure=self.measure,
             at_temperature=self.at_temperature,
             entropy=self.entropy,
+            entropy_gradient=self.entropy_gradient,
         )
         chunks = zip(
             torch.split(hidden_ND, self.chunk),
@@ -577,6 +623,7 @@ def _scores_and_divergence(
     measure: DivergenceMeasure,
     at_temperature: bool,
     entropy: bool,
+    entropy_gradient: bool,
 ) -> Tensor:
     """[4, C] or [5, C], as in `Divergence`."""
     temperature = measure.temperature
@@ -597,7 +644,10 @@ def _scores_and_divergence(
         shared_labels_C1 = labels_C[:, None].clamp(max=num_shared - 1)
         teacher_scores_C = teacher_logprobs_CV.gather(1, shared_labels_C1).squeeze(1)
         agree_C = (logits_CV.argmax(1) == teacher_logprobs_CV.argmax(1)).to(scores_C.dtype)
-        entropies = [-(logprobs_CV.exp() * logprobs_CV).sum(1)] if entropy else []
+    entropies = []
+    if entropy:
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+            entropies = [-(logprobs_CV.exp() * logprobs_CV).sum(1)]
     return torch.stack([scores_C, divergence_C, teacher_scores_C, agree_C, *entropies])
 
 

@@ -138,9 +138,11 @@ def resolve(loaded_recipe: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: 
             attention_is_set=recipe.train.attention != "auto",
             score_chunk=micro_batching.score_chunk.value,
             # Compiled with attention alone, so that one setting decides whether a run needs the machine's compiler. The
-            # compiled code has no softcap.
+            # compiled code has neither a softcap nor a gradient of entropies.
             scores="compiled"
-            if step.attention.value == "compiled" and config.final_softcap is None
+            if step.attention.value == "compiled"
+            and config.final_softcap is None
+            and not getattr(recipe.objective, "entropy_coef", 0.0)
             else "torch",
             new_ids=facts.new_ids,
         ),

@@ -355,6 +355,8 @@ def refuse_reward_misfits(recipe: Recipe) -> None:
     for reward in recipe.rewards:
         if isinstance(reward, VerifierReward):
             _refuse_verifier(reward)
+            if reward.verifier == "soft_overlong":
+                _refuse_overlong(reward, objective)
         elif isinstance(reward, PythonReward):
             refuse_missing_function(reward)
         elif isinstance(reward, PluginReward):
@@ -422,6 +424,7 @@ def _refuse_verifier(reward: VerifierReward) -> None:
         "math": ("column",),
         "regex": ("pattern",),
         "length": ("max_characters", "column"),
+        "soft_overlong": ("max_completion_len",),
         "json_schema": ("column", "json_schema"),
         "unit_tests": ("column",),
     }[reward.verifier]
@@ -432,6 +435,29 @@ def _refuse_verifier(reward: VerifierReward) -> None:
             fix=f"add {needed_keys[0]}, such as {{verifier: {reward.verifier}, {needed_keys[0]}: ...}}",
             code=2,
         )
+
+
+def _refuse_overlong(reward: VerifierReward, objective: Rollouts) -> None:
+    """Raises UserError for a soft punishment that no completion can reach, or that has no place to fall in."""
+    longest = reward.max_completion_len
+    assert longest is not None, "`_refuse_verifier` comes first"
+    cache = reward.soft_punish_cache
+    name = f"the verifier {reward.verifier}"
+    if cache is None:
+        problem = f"{name} needs soft_punish_cache"
+        fix = f"add soft_punish_cache, such as soft_punish_cache: {max(1, longest // 4)}"
+    elif cache > longest:
+        problem = f"{name} has a soft_punish_cache of {cache:,} tokens, and max_completion_len is {longest:,}"
+        fix = f"set soft_punish_cache to less, such as {max(1, longest // 4)}"
+    elif longest - cache >= objective.max_completion_length:
+        problem = (
+            f"{name} punishes completions of more than {longest - cache:,} tokens, and none has more than"
+            f" {objective.max_completion_length:,}"
+        )
+        fix = f"set max_completion_len={objective.max_completion_length}"
+    else:
+        return
+    raise UserError(problem, where="rewards", fix=fix, code=2)
 
 
 def refuse_several_devices(recipe: Recipe) -> None:

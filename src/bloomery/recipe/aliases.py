@@ -625,6 +625,12 @@ _TRL_REWARDS: Mapping[str, dict[str, Any]] = {
     "accuracy_reward": {"verifier": "math", "column": "solution"},
     "accuracy": {"verifier": "math", "column": "solution"},  # of open-r1 and ms-swift
     "reasoning_accuracy_reward": {"verifier": "math", "column": "solution"},
+    # `trl grpo` calls it with these lengths.
+    "get_soft_overlong_punishment": {
+        "verifier": "soft_overlong",
+        "max_completion_len": 1280,
+        "soft_punish_cache": 256,
+    },
     "think_format_reward": {
         "verifier": "regex",
         "pattern": "(?s)^<think>(?!.*<think>).*?</think>.*$",
@@ -641,6 +647,8 @@ def _rewards(value: Any, siblings: Mapping[str, Any]) -> tuple[list[str], str]:
     for name in names:
         if name in _TRL_REWARDS:
             rewards.append(dict(_TRL_REWARDS[name]))
+        elif name == "soft_overlong" and (punishment := _soft_overlong(siblings)) is not None:
+            rewards.append(punishment)
         elif "/" in name:
             rewards.append({"model": name})
         else:
@@ -652,6 +660,19 @@ def _rewards(value: Any, siblings: Mapping[str, Any]) -> tuple[list[str], str]:
     for reward, weight in zip(rewards, weights or (), strict=False):
         reward["weight"] = weight
     return [f"rewards={json.dumps(rewards)}"], "files are relative to the recipe"
+
+
+def _soft_overlong(siblings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The reward of ms-swift, whose lengths are keys of their own; None without them."""
+    longest = siblings.get("soft_max_length") or siblings.get("max_completion_length", 512)
+    cache = siblings.get("soft_cache_length")
+    if not isinstance(longest, int) or not isinstance(cache, int):
+        return None
+    return {
+        "verifier": "soft_overlong",
+        "max_completion_len": longest,
+        "soft_punish_cache": cache,
+    }
 
 
 def _weights(siblings: Mapping[str, Any], count: int) -> list[float] | None:

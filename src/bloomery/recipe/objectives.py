@@ -179,6 +179,11 @@ class RewardedRollouts(Rollouts):
     kl_key: ClassVar[str] = "beta"  # the key with the weight of the KL divergence
     clip_key: ClassVar[str] = "epsilon_high"  # the key with the clip range of ratios above 1
 
+    entropy_coef: NonNegativeFloat = key(
+        0.0,
+        "Weight of the mean entropy per token, which is taken off the loss; 0: no entropy bonus.",
+    )
+
     reference: Literal["auto", "device", "host", "nf4"] = key(
         "auto",
         "Frozen copy of the start, the reference model where training changes the base: on the device, on the host"
@@ -211,6 +216,13 @@ class GroupRollouts(TaughtByDivergence, RewardedRollouts):
     )
     mask_truncated_completions: bool = key(
         False, "Mask completions that reach max_completion_length without an end token."
+    )
+    dynamic_sampling: bool = key(
+        False,
+        "Sample further prompts in place of those whose completions all have one reward (DAPO, arXiv:2503.14476).",
+    )
+    max_resample_times: PositiveInt = key(
+        3, "dynamic_sampling: rounds of further prompts; groups of one reward fill what is missing."
     )
     teacher_kl_coef: NonNegativeFloat = key(
         1.0, "With a teacher: weight of the divergence from it, a mean over tokens."

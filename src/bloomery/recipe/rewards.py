@@ -36,9 +36,9 @@ class PythonReward(RewardSection):
 
 
 class VerifierReward(RewardSection):
-    verifier: Literal["exact_match", "math", "regex", "json_schema", "unit_tests", "length"] = (
-        Field(description="Check of a completion that is part of Bloomery.")
-    )
+    verifier: Literal[
+        "exact_match", "math", "regex", "json_schema", "unit_tests", "length", "soft_overlong"
+    ] = Field(description="Check of a completion that is part of Bloomery.")
     column: str | None = key(
         None, "Column of the dataset that the completion is checked against.", "answer"
     )
@@ -49,6 +49,12 @@ class VerifierReward(RewardSection):
     )
     max_characters: PositiveInt | None = key(
         None, "length: characters up to which a completion has the whole reward.", 400
+    )
+    max_completion_len: PositiveInt | None = key(
+        None, "soft_overlong: sampled tokens from which a completion has -1.", 1024
+    )
+    soft_punish_cache: PositiveInt | None = key(
+        None, "soft_overlong: the last tokens before that, in which it falls from 0.", 256
     )
     json_schema: dict[str, Any] | None = key(
         None, "json_schema: the schema of every row, in place of a column.", {"type": "object"}

@@ -781,6 +781,7 @@ class Recipe(Section):
             {"verifier": "exact_match", "column": "answer"},
             {"verifier": "regex", "column": "answer", "pattern": "<answer>(.*)</answer>"},
             {"verifier": "length", "max_characters": 400},
+            {"verifier": "soft_overlong", "max_completion_len": 1024, "soft_punish_cache": 256},
             {"verifier": "json_schema", "json_schema": {"type": "object"}},
             {
                 "verifier": "unit_tests",

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ from bloomery.train.checkpoint.saver import MODEL, Parts, read_part, read_state,
 from bloomery.train.nonfinite import NonFinite
 from bloomery.train.optim.average import WeightAverage, average_of
 from bloomery.train.optim.build import OptimizersContainer, build_optimizer
+from bloomery.train.rl.prompt_history import PromptHistory
 from bloomery.train.rl.rollout import Rollout
 from bloomery.train.step import LossScale, ModelAndOptimizer
 
@@ -89,7 +90,8 @@ class TrainState:
 
     `cursor`: the next sequence. `non_finite` counts non-finite steps and decides how training continues after one.
     `checkpointed_model` writes and reads the model's weights. `base`: the model that an adapter adapts; None without an
-    adapter. `rollout`: the completions that the next steps train on; None where none are sampled.
+    adapter. `rollout`: the completions that the next steps train on; None where none are sampled. `prompt_history`:
+    what the run knows of its prompts, if it samples completions.
     """
 
     model_and_optimizer: ModelAndOptimizer
@@ -99,6 +101,7 @@ class TrainState:
     checkpointed_model: CheckpointedModel
     base: Base | None = None
     rollout: Rollout | None = None
+    prompt_history: PromptHistory = field(default_factory=PromptHistory)
 
     @property
     def model(self) -> Decoder:
@@ -187,6 +190,7 @@ class TrainState:
             "torch": torch.__version__,
             "base": None if self.base is None else asdict(self.base),
             "rollout": None if rollout is None else rollout.scalars(),
+            "prompts": self.prompt_history.scalars(),
             **self.checkpointed_model.resume_scalars(),
         }
 
@@ -424,6 +428,7 @@ def _restore_start(state: TrainState, *, non_finite_counts: bool) -> None:
     state.cursor = Cursor(state.cursor.seed, 0)
     state.progress = RunProgress()
     state.rollout = None
+    state.prompt_history = PromptHistory()
 
 
 def _restore_checkpoint(state: TrainState, folder: Path, *, non_finite_counts: bool) -> None:
@@ -464,6 +469,7 @@ def _restore_checkpoint(state: TrainState, folder: Path, *, non_finite_counts: b
         state.model_and_optimizer.loss_scale = LossScale(**saved_state["loss_scale"])
     state.cursor = Cursor(**saved_state["cursor"])
     state.progress = RunProgress.of(saved_state["progress"])
+    state.prompt_history = PromptHistory.of(saved_state.get("prompts"))
     state.rollout = None
     if (rollout_scalars := saved_state.get("rollout")) is not None:
         state.rollout = Rollout.of(read_part(folder, ROLLOUT), rollout_scalars)

@@ -44,6 +44,7 @@ from bloomery.recipe.objectives import (
     OrPo,
     Ppo,
     Preference,
+    RewardedRollouts,
     Rloo,
     Rollouts,
     Sft,
@@ -509,7 +510,9 @@ def proximal_policy(inputs: ObjectiveInputs) -> Objective:
     """PPO, on completions that the model sampled, with a value head. Their rewards hold the KL divergence."""
     settings = inputs.objective
     assert isinstance(settings, Ppo)
-    loss_of = PpoLoss(settings.cliprange, settings.cliprange_value, settings.vf_coef)
+    loss_of = PpoLoss(
+        settings.cliprange, settings.cliprange_value, settings.vf_coef, settings.entropy_coef
+    )
 
     def loss(results_3BT: Tensor, batch: Batch) -> LossParts:
         scores_BT, entropies_BT, values_BT = results_3BT
@@ -522,14 +525,24 @@ def proximal_policy(inputs: ObjectiveInputs) -> Objective:
 
 def policy_scoring(settings: Rollouts, scoring: Scoring) -> Scoring:
     """The head of both the loss and of scores before the first step of a rollout."""
-    score_settings = replace(scoring.settings, temperature=settings.temperature, entropy=True)
+    score_settings = replace(
+        scoring.settings,
+        temperature=settings.temperature,
+        entropy=True,
+        entropy_gradient=isinstance(settings, RewardedRollouts) and settings.entropy_coef > 0,
+    )
     return replace(scoring, settings=score_settings)
 
 
 def policy_loss_of(settings: Grpo | Rloo) -> PolicyLoss:
     epsilon_high = settings.epsilon if settings.epsilon_high is None else settings.epsilon_high
     if isinstance(settings, Rloo):
-        return PolicyLoss(type="rloo", epsilon=settings.epsilon, epsilon_high=epsilon_high)
+        return PolicyLoss(
+            type="rloo",
+            epsilon=settings.epsilon,
+            epsilon_high=epsilon_high,
+            entropy_coef=settings.entropy_coef,
+        )
     correction = None
     if correction_of(settings).value:
         correction = SamplingCorrection(
@@ -541,6 +554,7 @@ def policy_loss_of(settings: Grpo | Rloo) -> PolicyLoss:
         epsilon=settings.epsilon,
         epsilon_high=epsilon_high,
         beta=settings.beta,
+        entropy_coef=settings.entropy_coef,
         max_completion_length=settings.max_completion_length,
         correction=correction,
     )
@@ -592,7 +606,13 @@ def on_policy_head(
     """The head of a micro-batch of completions."""
     measure = DivergenceMeasure(settings.divergence, settings.temperature, settings.jsd_beta)
     return lambda batch: divergence_head(
-        batch, teacher, measure, chunk=chunk, at_temperature=True, entropy=entropy
+        batch,
+        teacher,
+        measure,
+        chunk=chunk,
+        at_temperature=True,
+        entropy=entropy,
+        entropy_gradient=isinstance(settings, GroupRollouts) and settings.entropy_coef > 0,
     )
 
 

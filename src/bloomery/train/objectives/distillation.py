@@ -185,6 +185,7 @@ def divergence_head(
     chunk: int,
     at_temperature: bool = False,
     entropy: bool = False,
+    entropy_gradient: bool = False,
 ) -> Divergence:
     """The head of one micro-batch; the teacher's forward runs inside it."""
 
@@ -209,4 +210,5 @@ def divergence_head(
         at_temperature,
         loss_positions_in(batch),
         entropy,
+        entropy_gradient,
     )

@@ -18,6 +18,8 @@ from bloomery.train.objectives.losses import LossParts, extreme, sequence_sums, 
 
 PolicyLossType = Literal["dapo", "grpo", "dr_grpo", "cispo", "rloo"]
 CorrectionMode = Literal["sequence_mask", "token_mask", "sequence_truncate", "token_truncate"]
+# In `Batch.extras`, at each token: the completions of the step over its loss tokens, all ranks together.
+COMPLETIONS_PER_TOKEN = "completions_per_token"
 DEVIATION_FLOOR = 1e-4  # added to the deviation of a group's rewards, as in TRL
 
 
@@ -67,7 +69,8 @@ class PolicyLoss:
     cispo (arXiv:2506.13585) clips the weight of a token and not its gradient. rloo (arXiv:2402.14740) has one ratio
     for each completion, of the probabilities of the whole, and is a mean over completions; its KL divergence is a part
     of the rewards. `level`: one ratio for each token, or one for each sequence (GSPO, arXiv:2507.18071). `beta`: the
-    weight of the KL divergence from the reference model.
+    weight of the KL divergence from the reference model. `entropy_coef`: that of the entropy bonus, a mean over tokens
+    whatever the type.
     """
 
     type: PolicyLossType = "dapo"
@@ -75,16 +78,33 @@ class PolicyLoss:
     epsilon: float = 0.2
     epsilon_high: float = 0.2
     beta: float = 0.0
+    entropy_coef: float = 0.0
     max_completion_length: int = 512
     correction: SamplingCorrection | None = None
 
+    @property
+    def divides_by_tokens(self) -> bool:
+        """Whether a step divides the sum of its losses by its loss tokens, and not by its completions."""
+        return self.type in ("dapo", "cispo")
+
     def count(self, batch: Batch) -> float:
         """The number of tokens or of completions by which a step divides the sum of the losses."""
-        if self.type in ("dapo", "cispo"):
+        if self.divides_by_tokens:
             return float(batch.loss_mask.sum())
         return float(_completions(batch).sum())
 
     def __call__(self, scores_BT: Tensor, entropies_BT: Tensor, batch: Batch) -> LossParts:
+        """`policy_parts` less the entropy bonus."""
+        parts = self.policy_parts(scores_BT, entropies_BT, batch)
+        if not self.entropy_coef:
+            return parts
+        weights_BT = batch.loss_mask
+        if not self.divides_by_tokens:
+            weights_BT = weights_BT * batch.extras[COMPLETIONS_PER_TOKEN]
+        bonus = self.entropy_coef * (entropies_BT * weights_BT).sum()
+        return parts._replace(total=parts.total - bonus)
+
+    def policy_parts(self, scores_BT: Tensor, entropies_BT: Tensor, batch: Batch) -> LossParts:
         """The summed loss of a micro-batch, its count and its metrics.
 
         `scores_BT`: the log-probabilities of the completions' tokens under the model that trains, at the temperature at
@@ -134,7 +154,7 @@ class PolicyLoss:
             metrics["kl"] = sum_and_count(divergence_BT, is_token_BT)
 
         total = (losses_BT * self._weights(batch) * mask_BT).sum()
-        count = mask_BT.sum() if self.type in ("dapo", "cispo") else _completions(batch).sum()
+        count = mask_BT.sum() if self.divides_by_tokens else _completions(batch).sum()
         return LossParts(total, count, metrics)
 
     def _whole_completions(
@@ -291,10 +311,14 @@ def _deviation(rewards_GN: Tensor) -> Tensor:
 
 def share_without_variance(rewards: Sequence[float], num_generations: int) -> float:
     """The share of groups whose completions all have one reward, so that nothing can be learned from them."""
+    return float(groups_without_variance(rewards, num_generations).float().mean())
+
+
+def groups_without_variance(rewards: Sequence[float], num_generations: int) -> Tensor:
+    """bool [G]: which groups these are."""
     numbers = torch.tensor(rewards, dtype=torch.float64)
     unit = float64_unit(numbers)
-    deviations = _deviation(numbers.view(-1, num_generations) / unit)
-    return float((deviations < 1e-8 / unit).float().mean())
+    return _deviation(numbers.view(-1, num_generations) / unit).squeeze(1) < 1e-8 / unit
 
 
 def _means_of_sequences(values_BT: Tensor, batch: Batch) -> Tensor:

@@ -175,12 +175,14 @@ class PpoLoss:
     """The clipped losses of policy and value head, as sums over the tokens of completions.
 
     `cliprange`: how far the ratio of new to old probability may leave 1 before its gradient ends. `cliprange_value`:
-    how far a value may leave its old one. `vf_coef`: the weight of the value head's loss.
+    how far a value may leave its old one. `vf_coef`: the weight of the value head's loss. `entropy_coef`: that of the
+    entropy bonus.
     """
 
     cliprange: float = 0.2
     cliprange_value: float = 0.2
     vf_coef: float = 0.1
+    entropy_coef: float = 0.0
 
     def __call__(
         self, scores_BT: Tensor, entropies_BT: Tensor, values_BT: Tensor, batch: Batch
@@ -214,6 +216,8 @@ class PpoLoss:
         value_losses_BT = 0.5 * torch.max(free_errors_BT, clipped_errors_BT)
 
         losses_BT = policy_losses_BT + self.vf_coef * value_losses_BT
+        if self.entropy_coef:
+            losses_BT = losses_BT - self.entropy_coef * entropies_BT
         metrics = {
             "entropy": sum_and_count(entropies_BT, is_token_BT),
             "loss/policy_avg": sum_and_count(policy_losses_BT, is_token_BT),

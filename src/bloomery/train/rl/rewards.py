@@ -28,6 +28,7 @@ from bloomery.train.failures import Stopped
 from bloomery.train.rl.program_answers import longest_seconds
 from bloomery.train.rl.reward_functions import connect
 from bloomery.train.rl.rewards_worker import prompt_beginning
+from bloomery.train.rl.verifiers import SOFT_OVERLONG
 
 WORKER = "bloomery.train.rl.rewards_worker"
 START_SECONDS = 60.0  # of a worker, beside the imports of the user's file
@@ -93,6 +94,8 @@ def worker_reward(
                 "column": reward.column,
                 "pattern": reward.pattern,
                 "max_characters": reward.max_characters,
+                "max_completion_len": reward.max_completion_len,
+                "soft_punish_cache": reward.soft_punish_cache,
                 "json_schema": reward.json_schema,
                 "program_seconds": program_seconds,
                 "program_memory": reward.program_memory,
@@ -185,8 +188,11 @@ class Rewards:
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
         others: Mapping[str, tuple[float, Sequence[float | None]]] | None = None,
+        sampled_ids: Sequence[Sequence[int]] | None = None,
     ) -> ScoredCompletions:
         """Calls each reward once, with one entry a completion. `others`: weights and numbers of further rewards.
+
+        `sampled_ids`: of each completion those that the model sampled, which a verifier of lengths is given; None: all.
 
         Raises UserError for one that fails, Stopped where the run is to stop meanwhile.
         """
@@ -201,7 +207,10 @@ class Rewards:
         self.start()
         start_time = time.monotonic()
         for source in self._sources:
-            self._children[source.name].send(request, seconds=source.timeout)
+            message = request
+            if source.job.get("verifier") == SOFT_OVERLONG and sampled_ids is not None:
+                message = {**request, "completion_ids": [list(ids) for ids in sampled_ids]}
+            self._children[source.name].send(message, seconds=source.timeout)
         by_name: dict[str, Sequence[float | None]] = {}
         skipped: list[str] = []
         for source in self._sources:

@@ -26,14 +26,21 @@ from bloomery.model.heads import AGREEMENT, DIVERGENCE, ScoreSettings
 from bloomery.monitor.events import Emit, Phase, Warned
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.types import RunPlan
-from bloomery.recipe.objectives import GroupRollouts, OnPolicyDistill, Rollouts
+from bloomery.recipe.objectives import (
+    GroupRollouts,
+    OnPolicyDistill,
+    RewardedRollouts,
+    Rollouts,
+)
 from bloomery.train.batch_source import SourceInputs, StepBatches
 from bloomery.train.objectives.build import Scoring, on_policy_head, policy_scoring
 from bloomery.train.objectives.distillation import TeacherPlan, load_teacher
 from bloomery.train.rl.advantages import Advantages, advantages_of
 from bloomery.train.rl.episodes import EpisodeSampler
-from bloomery.train.rl.policy_loss import mean_of
+from bloomery.train.rl.groups import SampledGroups
+from bloomery.train.rl.policy_loss import COMPLETIONS_PER_TOKEN, mean_of
 from bloomery.train.rl.policy_scores import PolicyScores
+from bloomery.train.rl.prompt_history import PromptCounts
 from bloomery.train.rl.reward_files import changed_rewards
 from bloomery.train.rl.reward_models import RewardModels
 from bloomery.train.rl.rewards import Rewards, worker_rewards
@@ -50,13 +57,15 @@ HELD_OUT = 2**63  # in keys of random numbers: the prompts of training have smal
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSettings:
-    """How completions are sampled and trained on."""
+    """How completions are sampled and trained on. `max_resample_times`: rounds of dynamic sampling; 0: none."""
 
     num_generations: int
     sampling: Sampling
     num_iterations: int = 1
     steps_per_generation: int = 1
     mask_truncated: bool = False
+    max_resample_times: int = 0
+    entropy_bonus: bool = False
     shown: Literal["none", "shown", "all"] = "shown"
 
     @property
@@ -237,23 +246,93 @@ class RolloutSource:
         first_prompt = self._state.cursor.consumed
         num_completions = plan.train.sequences_per_step * settings.steps_per_generation
         num_prompts = num_completions // settings.num_generations
-        prompts = [self._prompts[first_prompt + index] for index in range(num_prompts)]
 
+        # 1. Completions with their rewards. Prompts whose completions all have one reward teach nothing: others are
+        # sampled in their place, as often as the recipe allows.
+        sampled = SampledGroups(settings.num_generations)
+        counts = PromptCounts()
+        seconds = {"rollout": 0.0, "reward": 0.0}
+        missing = num_prompts
+        for number in range(1 + settings.max_resample_times):
+            next_prompt = first_prompt + len(sampled.prompts)
+            self._sample_groups(plan, sampled, next_prompt, missing, seconds)
+            counts.rounds = number
+            if settings.max_resample_times:
+                missing = num_prompts - len(sampled.with_variance())
+            if not missing:
+                break
+        metrics = completion_metrics(
+            sampled.completions, sampled.scored, num_generations=settings.num_generations
+        )
+
+        # 2. Those that are trained on.
+        groups = sampled
+        if settings.max_resample_times:
+            groups = sampled.only(sampled.chosen(num_prompts))
+            counts.sampled = len(sampled.prompts)
+            counts.without_variance = counts.sampled - len(sampled.with_variance())
+            counts.filled = missing
+            metrics |= counts.metrics()
+        samples = [
+            _sample_of(
+                text,
+                groups.prompts[text.prompt],
+                has_loss=not (settings.mask_truncated and text.truncated),
+                prompt_number=groups.numbers[text.prompt],
+            )
+            for text in groups.completions
+        ]
+
+        # 3. By how much each completion, or each of its tokens, was better than expected.
+        start_time = time.perf_counter()
+        judged = self._advantages.judge(
+            samples,
+            groups.scored.totals,
+            [text.truncated for text in groups.completions],
+            num_steps=settings.num_steps,
+            shape=MicroBatchShape.of(plan.train, plan.data),
+        )
+        rollout = Rollout(step, settings.num_steps, len(sampled.prompts), judged.samples)
+        if self._mesh.first_rank and settings.shown != "none":
+            write_completions(
+                self._run_dir,
+                rollout,
+                groups.prompts,
+                groups.completions,
+                groups.scored,
+                self._tokenizer,
+            )
+        seconds["advantages"] = time.perf_counter() - start_time
+        self._state.prompt_history.counts.add(counts)
+        return SampledRollout(rollout, {**metrics, **judged.metrics}, seconds)
+
+    def _sample_groups(
+        self,
+        plan: RunPlan,
+        groups: SampledGroups,
+        first_prompt: int,
+        count: int,
+        seconds: dict[str, float],
+    ) -> None:
+        """Adds the completions of `count` prompts with their rewards to `groups`, and what it took to `seconds`."""
         # 1. Each rank samples the completions of some prompts; then every rank has all of them.
         start_time = time.perf_counter()
+        numbers = [first_prompt + index for index in range(count)]
+        prompts = [self._prompts[number] for number in numbers]
         completions = self._sampler.completions(
             plan,
             prompts,
-            settings.num_generations,
-            lambda place, number: mix(plan.train.seed, first_prompt + place, number),
+            self._settings.num_generations,
+            lambda place, number: mix(plan.train.seed, numbers[place], number),
             time_is_up=self._time_is_up,
         )
-        rollout_seconds = time.perf_counter() - start_time
+        seconds["rollout"] += time.perf_counter() - start_time
 
         # 2. Rewards.
         start_time = time.perf_counter()
+        step = self._state.progress.step
         if self._rewards_are_slow:
-            self._emit(Phase(step=step, name="reward", done=0, total=num_completions))
+            self._emit(Phase(step=step, name="reward", done=0, total=len(completions)))
         scored = self._scorer.score(prompts, completions)
         for reason in scored.skipped[:1]:
             others = len(scored.skipped) - 1
@@ -261,38 +340,8 @@ class RolloutSource:
             self._emit(Warned(step=step, reason=f"skipped: {reason}{more}"))
         reward_seconds = time.perf_counter() - start_time
         self._rewards_are_slow = reward_seconds > REPORT_SECONDS
-        metrics = completion_metrics(completions, scored, num_generations=settings.num_generations)
-        samples = [
-            _sample_of(
-                text,
-                prompts[text.prompt],
-                has_loss=not (settings.mask_truncated and text.truncated),
-                prompt_number=first_prompt + text.prompt,
-            )
-            for text in completions
-        ]
-
-        # 3. By how much each completion, or each of its tokens, was better than expected.
-        start_time = time.perf_counter()
-        judged = self._advantages.judge(
-            samples,
-            scored.totals,
-            [text.truncated for text in completions],
-            num_steps=settings.num_steps,
-            shape=MicroBatchShape.of(plan.train, plan.data),
-        )
-        rollout = Rollout(step, settings.num_steps, num_prompts, judged.samples)
-        if self._mesh.first_rank and settings.shown != "none":
-            write_completions(self._run_dir, rollout, prompts, completions, scored, self._tokenizer)
-        return SampledRollout(
-            rollout,
-            {**metrics, **judged.metrics},
-            {
-                "rollout": rollout_seconds,
-                "reward": reward_seconds,
-                "advantages": time.perf_counter() - start_time,
-            },
-        )
+        seconds["reward"] += reward_seconds
+        groups.add(numbers, prompts, completions, scored)
 
     def _step_of(
         self,
@@ -321,6 +370,18 @@ class RolloutSource:
             world=self._mesh.data_world,
             complete=self._pictures,
         )
+        if self._settings.entropy_bonus:
+            num_tokens = sum(sample.num_sampled for sample in samples if sample.has_loss)
+            batches = [
+                batch.with_extras(
+                    **{
+                        COMPLETIONS_PER_TOKEN: torch.full_like(
+                            batch.loss_mask, len(samples) / max(1, num_tokens)
+                        )
+                    }
+                )
+                for batch in batches
+            ]
 
         # 2. The prompts are behind the run once the last step has trained on them.
         is_last = number == rollout.num_steps - 1
@@ -396,6 +457,10 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
             steps_per_generation=objective.steps_per_generation,
             mask_truncated=isinstance(objective, GroupRollouts)
             and objective.mask_truncated_completions,
+            max_resample_times=objective.max_resample_times
+            if isinstance(objective, GroupRollouts) and objective.dynamic_sampling
+            else 0,
+            entropy_bonus=isinstance(objective, RewardedRollouts) and objective.entropy_coef > 0,
             shown=plan.logging.completions,
         ),
         prompts=prompts,

@@ -69,13 +69,14 @@ class CompletionScorer:
 class RewardEntries:
     """What rewards are given, one entry a completion, as by TRL: a conversation's completion is a message.
 
-    `texts`: the completions as texts.
+    `texts`: the completions as texts. `sampled_ids`: their ids without those that were given.
     """
 
     prompts: list[Any]
     texts: list[str]
     completions: list[Any]
     completion_ids: list[list[int]]
+    sampled_ids: list[list[int]]
     columns: dict[str, list[Any]]
 
 
@@ -99,6 +100,7 @@ def reward_entries(
         texts,
         values,
         [completion.ids for completion in completions],
+        [completion.sampled_ids for completion in completions],
         columns,
     )
 
@@ -136,6 +138,7 @@ def score_entries(
         entries.completion_ids,
         entries.columns,
         others=values,
+        sampled_ids=entries.sampled_ids,
     )
     return replace(scored, skipped=(*scored.skipped, *skipped_by_models))
 

@@ -14,6 +14,7 @@ from bloomery.train.rl.json_answers import follow_schema
 from bloomery.train.rl.program_answers import ProgramTest, passing, program_test
 
 Verifier = Callable[..., "list[Score]"]
+SOFT_OVERLONG = "soft_overlong"  # the verifier that reads the ids of completions
 BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?|-?\.\d+")
 
@@ -68,6 +69,17 @@ def short_enough(completion: str, expected: Any, settings: Mapping[str, Any]) ->
     return max(0.0, min(1.0, 2.0 - len(completion) / longest))
 
 
+def overlong(num_tokens: int, settings: Mapping[str, Any]) -> float:
+    """0 up to L - c tokens, then falling to -1 at L = `max_completion_len`, with c = `soft_punish_cache`.
+
+    Eq. 13 of DAPO (arXiv:2503.14476).
+    """
+    cache: int = settings["soft_punish_cache"]
+    longest: int = settings["max_completion_len"]
+    excess = num_tokens - (longest - cache)
+    return -max(0.0, min(1.0, excess / cache))
+
+
 VERIFIERS: Mapping[str, Callable[[str, Any, Mapping[str, Any]], float]] = {
     "exact_match": exact_match,
     "math": math_answer,
@@ -94,6 +106,8 @@ def verifier_of(name: str, settings: Mapping[str, Any]) -> Verifier:
     def reward(
         *, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
     ) -> list[Score]:
+        if name == SOFT_OVERLONG:
+            return [overlong(len(ids), settings) for ids in columns["completion_ids"]]
         texts = [content_text(completion) for completion in completions]
         expected = [None] * len(texts) if column is None else columns[column]
 
