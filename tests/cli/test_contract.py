@@ -58,6 +58,8 @@ FLAGS = {
             "--runs",
             "--seed",
             "--budget",
+            "--per-device",
+            "--together",
             "--run-dir",
             "-d",
             "--devices",

@@ -120,6 +120,39 @@ def test_halving_stops_runs_at_their_rung_and_the_one_that_is_left_is_the_run_of
     assert_bitwise_equal(left, calm / RUNS[0])
 
 
+def test_two_at_a_time_have_the_table_of_one_after_another_after_a_kill(
+    bloomery: Bloomery, calm_sweep: tuple[Path, dict[str, object]]
+) -> None:
+    """On the CPU as two devices, which share its cores. The second run waits for the dataset that the first prepares.
+
+    Killed while the second one trains; the first one trains, too, or is scored.
+    """
+    calm, expected = calm_sweep
+    words = (*SWEEP, "-d", "cpu,cpu", "--per-device")
+    second = bloomery.folder / "runs/s" / RUNS[1]
+    killed = bloomery.run_until(lambda: took_step(second, 5), signal.SIGKILL, *words)
+    assert killed == -signal.SIGKILL and not ended(second)
+    done = bloomery.run(*words)
+    assert done.returncode == 0, done.stderr
+    assert table(done.stdout) == expected
+    for name in RUNS:
+        assert_bitwise_equal(bloomery.folder / "runs/s" / name, calm / name)
+    assert len(list((bloomery.folder / "prepared").iterdir())) == 1
+
+
+def test_ctrl_c_saves_what_trains_at_once_and_the_same_command_continues(
+    bloomery: Bloomery, calm_sweep: tuple[Path, dict[str, object]]
+) -> None:
+    _, expected = calm_sweep
+    words = (*SWEEP, "-d", "cpu,cpu", "--per-device")
+    second = bloomery.folder / "runs/s" / RUNS[1]
+    assert bloomery.run_until(lambda: took_step(second, 5), signal.SIGINT, *words) == 75
+    (end,) = [event for event in events_of(second) if isinstance(event, RunEnded)]
+    assert end.status == "stopped"
+    done = bloomery.run(*words)
+    assert done.returncode == 0 and table(done.stdout) == expected
+
+
 def test_a_task_ranks_by_its_right_items_as_eval_counts_them(
     calm_sweep: tuple[Path, dict[str, object]],
 ) -> None:

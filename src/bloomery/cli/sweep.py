@@ -22,7 +22,7 @@ from bloomery.core.run_folder import RunFolder, resume_argument
 from bloomery.core.units import counted, format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from bloomery.plan.types import RunPlan
+    from bloomery.plan.types import PlanReport, RunPlan
     from bloomery.sweep.drive import SweepEnd
     from bloomery.sweep.points import Point, Search
     from bloomery.sweep.scores import Metric
@@ -73,6 +73,12 @@ class WithWords(click.Command):
     help="Use this folder [default: runs/RECIPE-sweep-ID].",
 )
 @training_devices_option
+@click.option(
+    "--per-device/--together",
+    "per_device",
+    default=None,
+    help="Train one run per device, or each on all [default: if it fits].",
+)
 @click.option("--dry-run", is_flag=True, help="Print the runs and what they take, then exit.")
 @json_option
 def command(
@@ -86,15 +92,17 @@ def command(
     budget: str | None,
     run_dir: Path | None,
     devices: str | None,
+    per_device: bool | None,
     dry_run: bool,
     as_json: bool,
 ) -> int:
     """Train a recipe with each combination of settings, and rank the runs by held-out loss.
 
     A key with several values is compared: key=a,b. Commas inside brackets and quotes belong to a value: key=[a,b],[c].
-    From a range, key=1e-5..1e-3, --search random and halving draw. The runs are ordinary ones, in a folder, one after
-    another. The same command continues a sweep that was stopped or killed; with more values it trains only what is
-    missing. No best run is named that the noise of the validation set does not support.
+    From a range, key=1e-5..1e-3, --search random and halving draw. The runs are ordinary ones in a folder, one after
+    another, or one per GPU where each fits one. The same command continues a sweep that was stopped or killed; with
+    more values it trains only what is missing. No best run is named that the noise of the validation set does not
+    support.
 
     Example: bloomery sweep demo-chat-lora optimizer.learning_rate=1e-4,3e-4 adapter.rank=8,16
     """
@@ -110,8 +118,10 @@ def command(
     budget_seconds = None if budget is None else seconds_of(budget, "--budget")
     points = points_of(recipe, overrides, search=search, runs=runs, seed=seed)
     ranked_by = _metric(points, metric, task)
-    plans = _show_plans(points, devices)
+    slots, reports = _slots(points, devices, per_device)
+    plans = [report.plan for report in reports]
     expected_seconds = _mean_seconds(plans)
+    _show_plans(points, reports, slots)
     rungs = _rungs(points, plans) if search == "halving" else None
     if dry_run:
         for key, drawn in ranges_of(axes_of(overrides, where=WHERE, example=EXAMPLE)).items():
@@ -130,10 +140,10 @@ def command(
         points=points,
         metric=ranked_by,
         on_line=lambda title, text: echo(f"{title:<11}{text}", err=True),
-        devices=devices,
+        slots=slots,
         budget_seconds=budget_seconds,
         expected_seconds=expected_seconds,
-        measure=time_compiling,
+        measure=time_compiling if len(slots) == 1 else None,
         command=["sweep", *click.get_current_context().meta[WORDS]],
     )
     with progress_line("sweep"):
@@ -182,26 +192,83 @@ def _metric(points: "list[Point]", kind: str | None, task: Path | None) -> "Metr
     return Metric("reward" if has_rewards and kind != "eval.loss" else "eval.loss")
 
 
-def _show_plans(points: "list[Point]", devices: str | None) -> "list[RunPlan]":
-    """Plans every run, and prints what the sweep takes. Raises UserError where a run is refused."""
+def _slots(
+    points: "list[Point]", devices: str | None, per_device: bool | None
+) -> "tuple[list[str | None], list[PlanReport]]":
+    """Where the runs train, each as `-d` names devices, and their plans there. Raises UserError.
+
+    Of several GPUs each trains a run of its own, where every run fits one and none asks for more; `per_device`: what
+    the user has chosen. Several CPU devices share the cores: only where that is asked.
+    """
+    from bloomery.hardware.detect import detect
+    from bloomery.plan.mesh import fewest_devices
+    from bloomery.runs.devices import chosen_devices
+
+    machine, count = chosen_devices(detect(), devices)
+    names = [str(accelerator.index) for accelerator in machine.accelerators][:count]
+    if not names:
+        names = ["cpu"] * count
+    if per_device and count < 2:
+        problem = "there is one device: nothing trains beside anything"
+        fix = "leave out --per-device, or name several devices: -d 0,1"
+        raise UserError(problem, where="--per-device", fix=fix, code=2)
+    one_each = per_device is not False and count > 1
+    if per_device is None and not machine.accelerators:
+        one_each = False
+    needs_several = [point for point in points if fewest_devices(point.recipe.recipe.parallel) > 1]
+    if per_device and needs_several:
+        fix = "leave out --per-device, or the sizes of parallel"
+        where = f"parallel ({needs_several[0].text})"
+        raise UserError("a run asks for several devices", where=where, fix=fix, code=2)
+    if one_each and not needs_several:
+        reports = _plans(points, names[0])
+        if per_device or all(report.plan.memory.fits for report in reports):
+            return [*names], reports
+    return [devices], _plans(points, devices)
+
+
+def _plans(points: "list[Point]", devices: str | None) -> "list[PlanReport]":
+    """Of every run. Raises UserError where one is refused."""
+    from bloomery.plan.advise import advise
     from bloomery.plan.resolve import local_plan
     from bloomery.runs.lifecycle import training_devices
 
-    plans = []
+    reports = []
     for point in points:
         machine, gpus, hosts = training_devices(point.recipe, devices)
-        plans.append(local_plan(point.recipe, machine=machine, gpus=gpus, nodes=hosts)[0])
+        plan, facts = local_plan(point.recipe, machine=machine, gpus=gpus, nodes=hosts)
+        reports.append(advise(point.recipe, plan, facts))
+    return reports
+
+
+def _show_plans(
+    points: "list[Point]", reports: "list[PlanReport]", slots: "list[str | None]"
+) -> None:
+    """Prints what the sweep takes: time, memory, disk, and which runs may not fit."""
+    plans = [report.plan for report in reports]
     text = counted(len(points), "runs")
+    if len(slots) > 1:
+        text += f", {len(slots)} at a time, one per device"
     expected_seconds = _mean_seconds(plans)
     if expected_seconds is not None:
-        text += f", about {format_seconds(expected_seconds * len(points))} of training"
+        seconds = expected_seconds * len(points) / len(slots)
+        text += f", about {format_seconds(seconds)} of training"
     fullest = max(plans, key=lambda plan: plan.memory.total / plan.memory.limit)
     text += f"; at most {format_bytes(fullest.memory.total)} of {format_bytes(fullest.memory.limit)} memory"
     echo(f"{'plan':<11}{text}", err=True)
+
+    # The checkpoints of all runs stay; the dataset is the same one, unless a setting changes it.
+    checkpoints = sum(report.disk.get("checkpoints", 0.0) for report in reports)
+    disk = f"{format_bytes(checkpoints)} of checkpoints"
+    shards = {str(report.plan.data.prepared): report.disk.get("shards", 0.0) for report in reports}
+    if any(shards.values()):
+        disk += (
+            f", {format_bytes(sum(shards.values()))} in {counted(len(shards), 'prepared datasets')}"
+        )
+    echo(f"{'disk':<11}{disk}", err=True)
     for point, plan in zip(points, plans, strict=True):
         if not plan.memory.fits:
             echo(f"{'warning':<11}may not fit: {point.text}", err=True)
-    return plans
 
 
 def _rungs(points: "list[Point]", plans: "list[RunPlan]") -> dict[str, list[int]]:
