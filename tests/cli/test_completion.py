@@ -1,8 +1,15 @@
 """Shell completion: the script of each shell, and what it answers."""
 
 import os
+import pty
+import re
+import select
+import shutil
+import signal
 import subprocess
 import sys
+import termios
+import time
 
 import click
 import pytest
@@ -141,25 +148,148 @@ def test_every_gpu_that_is_offered_is_known():
     assert completed(["slurm", "demo", "--gpu"], "MI50") == ["MI50-16GB", "MI50-32GB"]
 
 
+# Lines that are typed, and what Tab makes of them, with an X typed behind it.
+TYPED = (
+    ("pla", "plan X"),
+    ("plan demo --gpu RTX-409", "plan demo --gpu RTX-4090X"),
+    ("plan demo --gpu=rtx-309", "plan demo --gpu=RTX-3090X"),
+    ("train demo objective.ki", "train demo objective.kind=X"),
+    ("train demo model.from=Smo", "train demo model.from=SmolLM2/X"),
+    ("train demo --data=cha", "train demo --data=chats.jsonl X"),
+    ("resume mi", "resume mine-1 X"),
+)
+STARTS = {
+    "bash": ("bash", "--norc", "--noprofile", "-i"),
+    "zsh": ("zsh", "-f", "-i"),
+}
+SETUPS = {
+    "bash": """bind 'set enable-bracketed-paste off'; PS1='$ '""",
+    "zsh": "autoload -U compinit; compinit -u -D; setopt nobeep autolist noautomenu; "
+    "unset zle_bracketed_paste; PS1='$ '",
+}
+
+
+@pytest.fixture
+def environment(folder):
+    """A folder with files and a run, and a `bloomery` in PATH."""
+    (folder / "runs/mine-1").mkdir(parents=True)
+    programs = folder / ".programs"
+    programs.mkdir()
+    (programs / "bloomery").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m bloomery "$@"\n')
+    (programs / "bloomery").chmod(0o755)
+    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+    return os.environ | {"PATH": path, "TERM": "dumb", "HOME": str(folder), "LC_ALL": "C.UTF-8"}
+
+
+class Terminal:
+    """An interactive shell on a terminal of 300 columns."""
+
+    def __init__(self, words, environment):
+        self.screen = ""
+        self.process, self.file = pty.fork()
+        if self.process == 0:
+            os.execvpe(words[0], list(words), environment)
+        termios.tcsetwinsize(self.file, (50, 300))
+
+    def type(self, text):
+        os.write(self.file, text.encode())
+
+    def read_until(self, pattern, seconds=60):
+        end = time.monotonic() + seconds
+        while not (match := re.search(pattern, self.screen)):
+            left = end - time.monotonic()
+            assert left > 0, self.screen
+            if select.select([self.file], [], [], left)[0]:
+                self.screen += os.read(self.file, 65536).decode(errors="replace")
+        self.screen = self.screen[match.end() :]
+        return match
+
+    def close(self):
+        os.kill(self.process, signal.SIGKILL)
+        os.waitpid(self.process, 0)
+        os.close(self.file)
+
+
+@pytest.mark.parametrize("shell", sorted(STARTS))
+def test_tab_completes_in_a_shell(shell, environment):
+    """Typed on a terminal; the line that results is printed by the shell itself."""
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    terminal = Terminal(STARTS[shell], environment)
+    try:
+        terminal.type(f'{SETUPS[shell]}; eval "$(bloomery completion {shell})"; echo rea""dy\n')
+        terminal.read_until(r"ready\r?\n")
+        for line, completed_line in TYPED:
+            # Behind Tab the shell waits for its answer, then reads on: X, and quotes around the line, which is printed.
+            terminal.type(f"bloomery {line}\t")
+            terminal.type("X\x01printf '%s\\n' \"[\x05]\"\n")
+            printed = terminal.read_until(r"\n\[bloomery ([^\]\n]*)\]\r?\n")[1]
+            assert printed == completed_line, line
+    finally:
+        terminal.close()
+
+
+def test_fish_offers_the_same(environment):
+    if shutil.which("fish") is None:
+        pytest.skip("fish is not installed")
+    lines = [f"complete -C 'bloomery {line}'; echo --" for line, _ in TYPED]
+    program = "\n".join(["bloomery completion fish | source", *lines])
+    done = subprocess.run(
+        ["fish", "--no-config", "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment,
+        timeout=120,
+    )
+    offers = [part.split("\n") for part in done.stdout.split("--\n")]
+    for (line, completed_line), offered in zip(TYPED, offers, strict=False):
+        # fish wants the whole word; it adds no space behind `=` and `/` itself.
+        word = completed_line.removesuffix("X").rstrip().rpartition(" ")[2]
+        assert word in [each.partition("\t")[0] for each in offered], line
+    assert "Estimate GPU memory, time and disk" in offers[0][0]
+    assert done.stderr == ""
+
+
 def test_bash_completes_a_path_with_the_printed_script(folder):
     """The function of the script, as bash calls it: words split at the equals sign, no space after a folder."""
     script = CliRunner().invoke(cli, ["completion", "bash"]).output
-    program = """
-compopt() { echo "option $2"; }
-complete() { :; }
-%s
-bloomery() { "%s" -m bloomery "$@"; }
-COMP_WORDS=(bloomery train demo model.from = Smo); COMP_CWORD=5
-_bloomery_completion bloomery
-echo "reply ${COMPREPLY[*]}"
-"""
     wrapper = folder / "bloomery.sh"
     wrapper.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m bloomery "$@"\n')
     wrapper.chmod(0o755)
-    text = (program % (script, sys.executable)).replace(
-        "_bloomery_completion bloomery\n", f"_bloomery_completion {wrapper}\n"
-    )
-    done = subprocess.run(
-        ["bash", "-c", text], capture_output=True, text=True, check=True, env=dict(os.environ)
-    )
-    assert done.stdout.split() == ["option", "nospace", "reply", "SmolLM2/"]
+    for words, replies in (
+        ("train demo model.from = Smo", ["option", "nospace", "reply", "SmolLM2/"]),
+        ("plan demo --gpu = RTX-3090", ["reply", "RTX-3090", "RTX-3090-Ti"]),
+        ("plan demo --gpu = RTX-3090 objective.kind = dp", ["reply", "dpo"]),
+        ("train demo --data = cha", ["option", "default", "reply"]),
+    ):
+        program = f"""
+compopt() {{ echo "option ${{@: -1}}"; }}
+complete() {{ :; }}
+{script}
+COMP_WORDS=(bloomery {words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))
+_bloomery_completion {wrapper}
+echo "reply ${{COMPREPLY[*]}}"
+"""
+        done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True)
+        assert done.stdout.split() == replies, words
+
+
+def test_steps_templates_sites_and_lists_of_values_are_completed(folder):
+    for step in (10, 200):
+        (folder / f"runs/mine-1/checkpoints/step-{step:08d}").mkdir(parents=True)
+    (folder / "runs/mine-1/recipe.yaml").touch()
+    assert completed(["chat", "mine-1", "--step"], "") == ["best", "last", "200", "10"]
+    assert completed(["eval", "--step"], "2") == ["200"]  # of the newest run
+    assert completed(["serve"], "mine-1@") == [
+        f"mine-1@{step}" for step in ("best", "last", 200, 10)
+    ]
+    assert completed(["chat", "mine-1", "--template"], "q") == ["qwen"]
+    assert kinds(["chat", "mine-1", "--template"], "chats") == {"file"}
+    assert completed(["train", "demo"], "data.chat.template=cha") == [
+        "data.chat.template=chatml",
+        "data.chat.template=chats.jsonl",
+    ]
+    assert completed(["slurm", "demo", "--site"], "lu") == ["lumi"]
+    assert "cpu" in completed(["train", "demo", "-d"], "c")
+    assert completed(["sweep", "demo"], "adapter.kind=lora,d") == ["adapter.kind=lora,dora"]

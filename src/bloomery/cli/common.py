@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import click
-from click.shell_completion import get_completion_class
 
 from bloomery.cli import completion
 from bloomery.core.errors import UserError, of_the_system
@@ -239,9 +238,21 @@ def devices_option(function: F) -> F:
 def step_option(function: F) -> F:
     """The click option `step: str`."""
     line = "Use this checkpoint of a run: best, last or a step."
-    return click.option("--step", metavar="STEP", default="best", show_default=True, help=line)(
-        function
-    )
+
+    def complete(context: click.Context, _parameter: click.Parameter, start: str) -> list[Any]:
+        # An option whose value is being typed stops click's parser before it names the arguments.
+        names = [context.params.get("model"), *context.args, "last"]
+        model = next(name for name in names if isinstance(name, str))
+        return completion.steps(model, start)
+
+    return click.option(
+        "--step",
+        metavar="STEP",
+        default="best",
+        show_default=True,
+        help=line,
+        shell_complete=complete,
+    )(function)
 
 
 def json_option(function: F) -> F:
@@ -482,19 +493,11 @@ def completion_command(shell: str) -> None:
 
     \b
     Example: bloomery completion bash >> ~/.bashrc
+             bloomery completion zsh >> ~/.zshrc     # below compinit
              bloomery completion fish > ~/.config/fish/completions/bloomery.fish
     """
-    from bloomery.cli import cli
-
-    completion_class = get_completion_class(shell)
-    assert completion_class is not None, "click completes all of SHELLS"
-    script = completion_class(cli, {}, "bloomery", "_BLOOMERY_COMPLETE").source()
-    # After a key or a folder more follows: bash adds no space.
-    script = script.replace(
-        "COMPREPLY+=($value)",
-        'COMPREPLY+=("$value"); [[ $value == *[=/] ]] && compopt -o nospace',
-    )
-    echo(script)
+    script = Path(__file__).parent / "shells" / f"completion.{shell}"
+    echo(script.read_text(encoding="utf-8"), nl=False)
 
 
 # Set by a command with a run folder: the traceback goes to the run's log.txt.

@@ -11,7 +11,7 @@ from click.types import StringParamType
 
 # Options and arguments by their metavar, and the names of arguments without one.
 MODELS = ("MODEL", "MODEL...", "MODEL ...", "SRC")
-FILES = ("PATH", "FILE", "DIR", "NAME=PATH")
+FILES = ("PATH", "FILE", "DIR", "FOLDER", "NAME=PATH")
 ARGUMENTS = {"model": "MODEL", "models": "MODEL", "folder": "PATH"}
 # Keys of any text whose value is a file or a folder, or may be one.
 PATH_KEYS = (
@@ -20,6 +20,7 @@ PATH_KEYS = (
     "data.path",
     "data.validation",
     "data.prepared",
+    "data.pictures",
     "data.chat.template",
     "objective.teacher",
 )
@@ -50,10 +51,16 @@ def complete_paths(command: click.Command) -> None:
         metavar = parameter.metavar or ARGUMENTS.get(parameter.name or "", "")
         if metavar in MODELS:
             parameter.type = _Completed(models_or_files)
-        elif metavar in FILES or "--template" in parameter.opts:
+        elif metavar in FILES:
             parameter.type = _Completed(files)
+        elif "--template" in parameter.opts:
+            parameter.type = _Completed(templates)
         elif "--gpu" in parameter.opts:
             parameter.type = _Completed(gpus)
+        elif metavar == "SITE":
+            parameter.type = _Completed(sites)
+        elif "--devices" in parameter.opts:
+            parameter.type = _Completed(devices)
 
 
 def files(start: str) -> list[CompletionItem]:
@@ -62,7 +69,10 @@ def files(start: str) -> list[CompletionItem]:
 
 
 def models_or_files(start: str) -> list[CompletionItem]:
-    """Runs, and what is in this folder; where no run fits, the shell completes a path itself."""
+    """Runs, RUN@STEP, and what is in this folder; where no run fits, the shell completes a path itself."""
+    run, at, step = start.rpartition("@")
+    if at and run in _runs():
+        return [CompletionItem(f"{run}@{item.value}") for item in steps(run, step)]
     runs = [name for name in _runs() if name.startswith(start)]
     if not runs:
         return files(start)
@@ -86,6 +96,47 @@ def runs(start: str) -> list[CompletionItem]:
     return [CompletionItem(name) for name in names] or files(start)
 
 
+def steps(run: str, start: str) -> list[CompletionItem]:
+    """`best`, `last` and the steps of a run's checkpoints, the newest first."""
+    from bloomery.core.errors import UserError
+    from bloomery.core.run_folder import RunFolder, find_run
+
+    names = ["best", "last"]
+    try:
+        folders = RunFolder(find_run(run)).checkpoints.glob("step-*")
+        numbers = sorted(
+            (int(folder.name.removeprefix("step-")) for folder in folders), reverse=True
+        )
+        names += map(str, numbers)
+    except (UserError, ValueError):  # no run: a model without checkpoints
+        pass
+    return [CompletionItem(name) for name in names if name.startswith(start)]
+
+
+def templates(start: str) -> list[CompletionItem]:
+    """Chat templates of Bloomery; where none fits, the shell completes a file itself."""
+    from bloomery.data.tokenizer.templates import BUILTIN
+
+    names = [name for name in BUILTIN if name.startswith(start)]
+    return [CompletionItem(name) for name in names] or files(start)
+
+
+def sites(start: str) -> list[CompletionItem]:
+    """Sites of the table; where none fits, the shell completes a file itself."""
+    from bloomery.hardware.sites import site_names
+
+    names = [name for name in site_names() if name.startswith(start)]
+    return [CompletionItem(name) for name in names] or files(start)
+
+
+def devices(start: str) -> list[CompletionItem]:
+    """`cpu`, and the numbers of this machine's GPUs."""
+    from bloomery.hardware.detect import detect
+
+    names = [*(str(device.index) for device in detect().accelerators), "cpu"]
+    return [CompletionItem(name) for name in names if name.startswith(start)]
+
+
 def overrides(start: str, preceding: tuple[str, ...] = ()) -> list[CompletionItem]:
     """Keys such as `train.epochs=`, or after the `=` the values of a key.
 
@@ -105,9 +156,13 @@ def overrides(start: str, preceding: tuple[str, ...] = ()) -> list[CompletionIte
 
 
 def values_of(key: str, start: str) -> list[str]:
-    """The words that a key takes, or the paths in its folder."""
+    """The words that a key takes, or the paths in its folder; of several values behind commas the last one's."""
     if key in PATH_KEYS:
-        return _paths(start)
+        names = [item.value for item in templates(start)] if key == "data.chat.template" else []
+        return [name for name in names if name != start] + _paths(start)
+    before, comma, last = start.rpartition(",")
+    if comma:  # of a sweep
+        return [f"{before},{word}" for word in values_of(key, last)]
     return [word for word in allowed_words(tuple(key.split("."))) if word.startswith(start)]
 
 
