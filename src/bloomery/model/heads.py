@@ -65,6 +65,17 @@ class Hidden:
 
 
 @dataclass(frozen=True)
+class HiddenRows:
+    """The last hidden states after the final norm at some positions of the flattened batch, [N, D]."""
+
+    positions_N: Tensor
+
+    def __call__(self, hidden_BTD: Tensor, output: nn.Linear, softcap: float | None) -> Tensor:
+        del output, softcap
+        return hidden_BTD.flatten(0, 1)[self.positions_N]
+
+
+@dataclass(frozen=True)
 class Values:
     """One float32 number a position, [B, T], of an output layer with one row: a reward model's."""
 
@@ -487,11 +498,13 @@ def _label_columns(labels_C: Tensor, entries: slice) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Teacher:
-    """`hidden` computes the last hidden states [B, T, S] of the batch; `output` and `softcap` make logits of them."""
+    """`hidden` gives the last hidden states [N, S] of the batch at its loss positions [N]; `output` and `softcap` make
+    logits of them. `output`: None where both are those of the model itself.
+    """
 
-    hidden: Callable[[], Tensor]
-    output: nn.Linear
-    softcap: float | None
+    hidden: Callable[[Tensor], Tensor]
+    output: nn.Linear | None = None
+    softcap: float | None = None
 
 
 # Rows of `Divergence`, beside the log-probabilities of both models.
@@ -563,13 +576,15 @@ class Divergence:
         if loss_positions is None:
             loss_positions = self.loss_mask_BT.flatten().nonzero().squeeze(1)
         with torch.no_grad():
-            teacher_hidden_NS = self.teacher.hidden().flatten(0, 1)[loss_positions]
+            teacher_hidden_NS = self.teacher.hidden(loss_positions)
         hidden_ND = hidden_BTD.flatten(0, 1)[loss_positions]
         labels_N = self.labels_BT.flatten()[loss_positions]
 
         # The teacher's head is cut to the entries that both vocabularies have. Some architectures of
         # transformers have a bias on their logits.
-        teacher_output = self.teacher.output
+        teacher_output, teacher_softcap = self.teacher.output, self.teacher.softcap
+        if teacher_output is None:
+            teacher_output, teacher_softcap = output, softcap
         num_shared = min(output.out_features, teacher_output.out_features)
         teacher_bias = None if teacher_output.bias is None else teacher_output.bias[:num_shared]
         heads = (output.weight, output.bias, teacher_output.weight[:num_shared], teacher_bias)
@@ -577,7 +592,7 @@ class Divergence:
         scores_and_divergence = partial(
             _scores_and_divergence,
             softcap=softcap,
-            teacher_softcap=self.teacher.softcap,
+            teacher_softcap=teacher_softcap,
             measure=self.measure,
             at_temperature=self.at_temperature,
             entropy=self.entropy,

@@ -29,7 +29,15 @@ from bloomery.plan.estimate.step import ReferencePlace, StepPictures
 from bloomery.plan.estimate.towers import TrainedTower
 from bloomery.plan.types import DatasetFacts, RunPlan
 from bloomery.recipe.objectives import GroupRollouts, Grpo, Ppo, RewardedRollouts, Rloo, Rollouts
-from bloomery.recipe.schema import Adapter, AnyObjective, Lora, Peft, Recipe, VisionParts
+from bloomery.recipe.schema import (
+    Adapter,
+    AnyObjective,
+    Lora,
+    Peft,
+    Recipe,
+    Train,
+    VisionParts,
+)
 
 # of flash attention 2 (its README), which varlen_attn calls; wider heads are an error in the first step
 WIDEST_FLASH_HEAD = 256
@@ -406,6 +414,9 @@ def ineffective_settings(recipe: Recipe, *, accelerator: bool, precision: str) -
     if isinstance(recipe.objective, GroupRollouts) and recipe.objective.teacher is None:
         for name in sorted(TEACHER_KEYS & recipe.objective.model_fields_set):
             yield f"objective.{name} has no effect: objective.teacher is unset"
+    own = recipe.objective.own_teacher
+    if own is not None and "teacher_quantize" in recipe.objective.model_fields_set:
+        yield f"objective.teacher_quantize has no effect with objective.teacher={own}: its weights are the model's own"
     if optimizer.stochastic_rounding and not _has_bfloat16(recipe, precision):
         remark = (
             "trainable parameters are float32; train.precision=bfloat16-pure makes them bfloat16"
@@ -526,7 +537,18 @@ def extra_forwards(recipe: Recipe | RunPlan) -> int:
     # RLOO and PPO take the divergence off the rewards: their forwards are of a rollout (`RolloutShape.scored_passes`).
     is_of_rollout = isinstance(recipe.objective, Rloo | Ppo)
     reference = reference_of(recipe.objective, recipe.adapter, recipe.vision.train).value
-    return 1 if reference in ("adapters", "copy") and not is_of_rollout else 0
+    of_reference = reference in ("adapters", "copy") and not is_of_rollout
+    return int(of_reference) + int(recipe.objective.own_teacher is not None)
+
+
+def own_teacher_tokens(recipe: Recipe | RunPlan) -> int:
+    """The most loss tokens of a step where the model is its own teacher; else 0."""
+    objective = recipe.objective
+    if objective.own_teacher is None or not isinstance(objective, Rollouts):
+        return 0
+    train = recipe.train
+    completions = train.batch_size if isinstance(train, Train) else train.sequences_per_step
+    return (completions or objective.num_generations) * objective.max_completion_length
 
 
 def memory_setting(plan: RunPlan) -> str:
@@ -536,13 +558,17 @@ def memory_setting(plan: RunPlan) -> str:
         extra_forwards=extra_forwards(plan),
         teacher=teacher_of(plan),
         teacher_quantize=teacher_form(plan),
+        is_own_teacher=plan.objective.own_teacher is not None,
         offload_activations=plan.train.offload_activations,
     )
 
 
 # Of an objective with rewards, which may have a teacher.
 TEACHER_KEYS = frozenset(
-    ("teacher_quantize", "teacher_kl_coef", "divergence", "jsd_beta", "estimator")
+    (
+        *("teacher_quantize", "teacher_kl_coef", "teacher_prompt_template"),
+        *("divergence", "jsd_beta", "estimator"),
+    )
 )
 
 COPIES: Mapping[ReferencePlace, str] = MappingProxyType(
@@ -586,6 +612,10 @@ def objective_choices(
                 "precomputed reference", f"{reference.reason}; one forward pass over the dataset"
             ),
         )
+    if (own := recipe.objective.own_teacher) is not None:
+        form = "without its adapter" if own == "base" else "with the weights of the moment"
+        reason = f"the model {form} is the teacher; one more forward pass per step"
+        yield "objective.teacher", Choice("its own teacher", reason)
     taught_by = recipe.objective.taught_by
     if teacher is not None and taught_by is not None:
         form = "" if taught_by.quantize == "none" else f" in {taught_by.quantize}"

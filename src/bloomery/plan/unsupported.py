@@ -26,6 +26,7 @@ from bloomery.facts.counting import (
 from bloomery.facts.limits import Dequantizer, storage_bytes
 from bloomery.facts.objectives import OBJECTIVES, ObjectiveSpec
 from bloomery.facts.optimizers import OPTIMIZERS, PLAIN_SETTINGS
+from bloomery.facts.prompt_templates import template_fields
 from bloomery.hardware.profile import Profile
 from bloomery.model.adapters.settings import (
     counted_by_kind,
@@ -324,9 +325,9 @@ def refuse_reward_misfits(recipe: Recipe) -> None:
                 code=2,
             )
         return
-    if objective.taught_by is not None:
-        assert isinstance(objective, OnPolicyDistill | GroupRollouts)
+    if isinstance(objective, OnPolicyDistill | GroupRollouts) and objective.teacher is not None:
         _refuse_estimator_misfits(objective)
+        _refuse_own_teacher_misfits(recipe, objective)
     if isinstance(objective, OnPolicyDistill):
         if recipe.rewards:
             raise UserError(
@@ -371,6 +372,45 @@ def refuse_reward_misfits(recipe: Recipe) -> None:
             code=2,
         )
     refuse_no_room(recipe)
+
+
+def _refuse_own_teacher_misfits(recipe: Recipe, objective: OnPolicyDistill | GroupRollouts) -> None:
+    """Raises UserError for a model that would teach itself what it knows, or that cannot be its base; and for prompts
+    of a teacher that cannot be made.
+    """
+    template = objective.teacher_prompt_template
+    key = "objective.teacher_prompt_template"
+    if template is not None:
+        template_fields(template, where=key)
+        if recipe.tools or recipe.environment.python is not None:
+            raise UserError(
+                "not supported yet: another prompt of the teacher with tools or an environment",
+                where=key,
+                fix=f"remove {key}, or set tools=[] and environment.python=null",
+                code=2,
+            )
+    own = objective.own_teacher
+    if own is None:
+        return
+    where = f"objective.teacher={own}"
+    told_more = f"set {key}, such as " + r'"{prompt}\n\nA correct solution:\n{solution}"'
+    if template is None and (own == "live" or isinstance(objective, OnPolicyDistill)):
+        raise UserError(
+            "the model has nothing to learn from itself: its teacher has the same weights and the same prompt",
+            where=where,
+            fix=f"{told_more}, or name another model",
+            code=2,
+        )
+    adapter = recipe.adapter
+    beside = adapter.modules_to_save if isinstance(adapter, Lora) else ["the base"]
+    if own == "base" and (beside or recipe.vision.train != "none"):
+        start = recipe.model.from_ or "FOLDER"
+        raise UserError(
+            "the model without its adapter is not its start: training changes the base as well",
+            where=where,
+            fix=f"set objective.teacher={start}, which loads the start a second time, or adapter.kind=lora",
+            code=2,
+        )
 
 
 def _refuse_estimator_misfits(objective: OnPolicyDistill | GroupRollouts) -> None:

@@ -22,6 +22,7 @@ from bloomery.recipe.mistakes import (
     secrets,
     value_below,
 )
+from bloomery.recipe.objectives import OWN_TEACHERS
 from bloomery.recipe.plugins import refuse_unusable
 from bloomery.recipe.schema import LENGTHS, Recipe
 from bloomery.recipe.tools import refuse_file_of_a_tool, refuse_script
@@ -605,6 +606,11 @@ def _local_or_name(value: str, folder: Path) -> str:
     return str(path.absolute()) if exists or value.startswith((".", "/", "~")) else value
 
 
+def _teacher(value: str, folder: Path) -> str:
+    """As `_local_or_name`, but for the words of a model that teaches itself: a folder of that name is `./base`."""
+    return value if value in OWN_TEACHERS else _local_or_name(value, folder)
+
+
 def _file_of_function(value: str, folder: Path) -> str:
     """FILE:FUNCTION with the absolute path of the file."""
     file, colon, function = value.rpartition(":")
@@ -623,7 +629,7 @@ _PATHS: tuple[tuple[tuple[str, ...], Callable[[str, Path], str]], ...] = (
     (("model", "from"), _local_or_name),
     (("tokenizer", "from"), _local_or_name),
     (("data", "chat", "template"), _local_or_name),
-    (("objective", "teacher"), _local_or_name),
+    (("objective", "teacher"), _teacher),
     (("sample", "prompts", "*", "image"), _absolute),
     (("rewards", "*", "python"), _file_of_function),
     (("tools", "*", "python"), _file_of_function),

@@ -13,6 +13,9 @@ from bloomery.recipe.sections import Section, key
 from bloomery.recipe.values import Auto, Share
 
 TeacherQuantize = Literal["none", "nf4", "int8"]
+# The model as its own teacher: without its adapter, or with the weights of the moment.
+OwnTeacher = Literal["base", "live"]
+OWN_TEACHERS: tuple[OwnTeacher, ...] = ("base", "live")
 
 
 class TeacherSettings(NamedTuple):
@@ -33,7 +36,12 @@ class ObjectiveSection(Section):
 
     @property
     def taught_by(self) -> TeacherSettings | None:
-        """The teacher, if there is one."""
+        """The teacher, if there is one that is another model."""
+        return None
+
+    @property
+    def own_teacher(self) -> OwnTeacher | None:
+        """The form in which the model is its own teacher, if it is."""
         return None
 
 
@@ -100,6 +108,10 @@ class Reward(ObjectiveSection):
 
 
 TEACHER = "Teacher model: a folder in Hugging Face format or a Hub id"
+OR_ITSELF = (
+    f"{TEACHER}; base: the model without its adapter; live: the model itself, which"
+    " teacher_prompt_template tells more"
+)
 A_TEACHER = "Qwen/Qwen2.5-7B-Instruct"
 
 
@@ -107,7 +119,7 @@ class Taught(ObjectiveSection):
     """Learns from the probabilities of another model, the teacher."""
 
     teacher: str | None = key(
-        None, f"{TEACHER}, whose divergence is a term of the loss; unset: none.", A_TEACHER
+        None, f"{OR_ITSELF}. Its divergence is a term of the loss; unset: none.", A_TEACHER
     )
     teacher_quantize: TeacherQuantize = key(
         "none",
@@ -116,7 +128,7 @@ class Taught(ObjectiveSection):
 
     @property
     def taught_by(self) -> TeacherSettings | None:
-        if self.teacher is None:
+        if self.teacher is None or self.own_teacher is not None:
             return None
         return TeacherSettings(self.teacher, self.teacher_quantize)
 
@@ -136,6 +148,15 @@ class TaughtByDivergence(Taught):
         "full",
         "Sum over the vocabulary, or the log ratio of the sampled token alone as its advantage (reverse_kl).",
     )
+    teacher_prompt_template: str | None = key(
+        None,
+        "Prompt of the teacher, which may tell it more: {prompt} and {COLUMN} of the row; unset: the model's.",
+        "{prompt}\n\nA correct solution:\n{solution}",
+    )
+
+    @property
+    def own_teacher(self) -> OwnTeacher | None:
+        return next((own for own in OWN_TEACHERS if own == self.teacher), None)
 
 
 class Distill(Taught):
@@ -320,7 +341,7 @@ class OnPolicyDistill(Rollouts, TaughtByDivergence):
     kind: Literal["on_policy_distill"] = Field(
         description="On-policy distillation: a teacher scores the completions of the model that trains."
     )
-    teacher: str = Field(description=f"{TEACHER}.", examples=[A_TEACHER])
+    teacher: str = Field(description=f"{OR_ITSELF}.", examples=[A_TEACHER])
     num_generations: PositiveInt = key(1, "Completions per prompt.")
 
 

@@ -129,6 +129,9 @@ def tensors_at(step: StepShape, moment: StepMoment) -> dict[str, float]:
     parts["logits"] = moment.logits
     if step.teacher is not None:
         parts["teacher"] = _teacher_bytes(step.teacher, step)
+    if step.own_teacher_tokens:
+        states = step.own_teacher_tokens * step.config.hidden_size
+        parts["teacher"] = float(states * step.element_bytes)
     if step.pictures is not None:
         tower = TowerMemory(step, step.pictures)
         parts["optimizer"] += 0.0 if is_offloaded else tower.optimizer_bytes

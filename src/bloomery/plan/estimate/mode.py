@@ -110,6 +110,7 @@ def setting_of(
     extra_forwards: int = 0,
     teacher: ModelConfig | None = None,
     teacher_quantize: str = "none",
+    is_own_teacher: bool = False,
     offload_activations: bool = False,
 ) -> str:
     """A short hash of the training mode, which a measurement of memory must share; empty: plain full fine-tuning."""
@@ -123,4 +124,5 @@ def setting_of(
     }
     text = repr((changed_fields, extra_forwards, teacher, offload_activations))
     text += "" if teacher_quantize == "none" else teacher_quantize
+    text += "own teacher" if is_own_teacher else ""
     return sha256(text.encode()).hexdigest()[:12]

@@ -158,7 +158,7 @@ def kept_logit_bytes(step: StepShape) -> float:
     is_kept = (
         step.model.has_head
         and step.config.head == "tokens"
-        and step.teacher is None
+        and step.teacher_width is None
         and step.score_chunk >= step.tokens_per_micro_batch
         and (step.on_gpu or step.head_outputs <= CPU_TILE)
     )
@@ -182,10 +182,10 @@ def logit_bytes(step: StepShape) -> tuple[float, float]:
     if config.head == "values":  # in float32, in one piece
         widened = 4.0 * tokens * hidden_size if element_bytes < 4 else 0.0
         return widened, 2 * widened
-    if step.teacher is not None:
+    if step.teacher_width is not None:
         # Distillation: both models' logits of a chunk and their float32 copies, recomputed in backward.
         chunk_logits = min(step.score_chunk, tokens) * config.vocab_size
-        hidden = tokens * (hidden_size + 2 * step.teacher.hidden_size) * element_bytes
+        hidden = tokens * (hidden_size + 2 * step.teacher_width) * element_bytes
         return (
             float(FORWARD_DIVERGENCE * chunk_logits + hidden),
             float(BACKWARD_DIVERGENCE * chunk_logits + hidden),

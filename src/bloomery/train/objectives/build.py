@@ -50,7 +50,12 @@ from bloomery.recipe.objectives import (
     Sft,
     SimPo,
 )
-from bloomery.train.objectives.distillation import TeacherPlan, divergence_head, load_teacher
+from bloomery.train.objectives.distillation import (
+    OwnTeacherPass,
+    TeacherPlan,
+    divergence_head,
+    load_teacher,
+)
 from bloomery.train.objectives.losses import (
     LossParts,
     LossTerm,
@@ -446,9 +451,10 @@ def policy(inputs: ObjectiveInputs) -> Objective:
     loss_of = policy_loss_of(settings)
     head: Callable[[Batch], Head] = policy_scoring(settings, inputs.scoring)
     further_terms: dict[str, tuple[float, Callable[[Batch], float]]] = {}
-    if settings.taught_by is not None:
+    if settings.teacher is not None:
         chunk = inputs.scoring.settings.chunk
-        head = on_policy_head(settings, inputs.load_teacher(), chunk, entropy=True)
+        teacher = None if settings.own_teacher is not None else inputs.load_teacher()
+        head = on_policy_head(settings, teacher, chunk, entropy=True)
         further_terms["teacher"] = (settings.teacher_kl_coef, count_loss_tokens)
     if settings.ce_coef:
         further_terms["ce"] = (settings.ce_coef, lambda batch: float(better_tokens(batch).sum()))
@@ -481,7 +487,7 @@ def policy(inputs: ObjectiveInputs) -> Objective:
         head=head,
         loss=loss,
         count=loss_of.count,
-        before=one_after_the_other(reference_scores, term_scales),
+        before=one_after_the_other(reference_scores, teacher_pass(inputs), term_scales),
         loss_unit="completion",
     )
 
@@ -586,24 +592,31 @@ def on_policy_distill(inputs: ObjectiveInputs) -> Objective:
     """The teacher scores completions that the model sampled, at the temperature at which it did."""
     settings = inputs.objective
     assert isinstance(settings, OnPolicyDistill)
-    teacher = inputs.load_teacher()
+    teacher = None if settings.own_teacher is not None else inputs.load_teacher()
     return Objective(
         head=on_policy_head(settings, teacher, inputs.scoring.settings.chunk),
         loss=lambda output_4BT, batch: on_policy_loss(
             output_4BT, batch.loss_mask, sampled=settings.estimator == "sampled"
         ),
+        before=teacher_pass(inputs),
         loss_unit="label",
     )
 
 
+def teacher_pass(inputs: ObjectiveInputs) -> OwnTeacherPass | None:
+    """What the model says as its own teacher, before the step; None where another model is the teacher."""
+    own = inputs.objective.own_teacher
+    return None if own is None else OwnTeacherPass(own, inputs.precision, inputs.together)
+
+
 def on_policy_head(
     settings: OnPolicyDistill | GroupRollouts,
-    teacher: Decoder,
+    teacher: Decoder | None,
     chunk: int,
     *,
     entropy: bool = False,
 ) -> Callable[[Batch], Head]:
-    """The head of a micro-batch of completions."""
+    """The head of a micro-batch of completions. `teacher`: None where the model is its own (`teacher_pass`)."""
     measure = DivergenceMeasure(settings.divergence, settings.temperature, settings.jsd_beta)
     return lambda batch: divergence_head(
         batch,

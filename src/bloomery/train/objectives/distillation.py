@@ -1,6 +1,8 @@
 """The teacher of a distillation: how it is loaded, and the head that compares the model with it."""
 
 import json
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -20,15 +22,25 @@ from bloomery.facts.counting import smallest_window
 from bloomery.facts.limits import Dequantizer, refuse_teacher_length, refuse_teacher_tokenizer
 from bloomery.facts.pictures import Vision, vision_of
 from bloomery.hub import local_model
-from bloomery.infer.forward import borders_in, loss_positions_in, matmul_dtype, seen_pictures
+from bloomery.infer.forward import (
+    borders_in,
+    eval_mode,
+    forward_all,
+    loss_positions_in,
+    matmul_dtype,
+    seen_pictures,
+    to_device,
+)
+from bloomery.model.adapters.lora import adapters_disabled
 from bloomery.model.configs import read_config
 from bloomery.model.decoder import Decoder
-from bloomery.model.heads import Divergence, DivergenceMeasure, Teacher
+from bloomery.model.heads import Divergence, DivergenceMeasure, HiddenRows, Teacher
 from bloomery.model.io.weights import load_decoder, quantize_model
 from bloomery.model.vision import load_tower
 from bloomery.plan.types import RunPlan
-from bloomery.recipe.objectives import TeacherQuantize
+from bloomery.recipe.objectives import OwnTeacher, TeacherQuantize
 from bloomery.recipe.schema import Quantize
+from bloomery.train.rl.rollout import teacher_batch
 
 
 @final
@@ -177,9 +189,50 @@ def teacher_attention(config: ModelConfig, plan: TeacherPlan) -> str:
     return plan.attention if problem is None else "blockwise"
 
 
+# In extras of a batch: the teacher's last hidden states [N, S] at its loss tokens.
+TEACHER_HIDDEN = "teacher_hidden"
+
+
+@final
+@dataclass(frozen=True)
+class OwnTeacherPass:
+    """Completes the micro-batches of a step with what the model says as its own teacher, `TEACHER_HIDDEN`.
+
+    `base`: without its adapter; `live`: as it is. The pass is before the step's own, without gradients and dropout.
+    `together`: micro-batches that share each load of streamed weights.
+    """
+
+    kind: OwnTeacher
+    precision: str
+    together: int = 1
+
+    def __call__(self, model: Decoder, batches: Sequence[Batch]) -> list[Batch]:
+        rows = list[Tensor]()
+        without_adapter = adapters_disabled(model) if self.kind == "base" else nullcontext()
+        with eval_mode(model), without_adapter:
+            for start in range(0, len(batches), self.together):
+                group = [
+                    to_device(teacher_batch(batch), model.device)
+                    for batch in batches[start : start + self.together]
+                ]
+                heads = [HiddenRows(loss_positions_of(batch)) for batch in group]
+                outputs = forward_all(model, group, heads, precision=self.precision)
+                rows += [output.head for output in outputs]
+        return [
+            batch.with_extras(**{TEACHER_HIDDEN: rows_NS})
+            for batch, rows_NS in zip(batches, rows, strict=True)
+        ]
+
+
+def loss_positions_of(batch: Batch) -> Tensor:
+    """Those of its loss mask; a device is asked where the batch does not have its places."""
+    positions = loss_positions_in(batch)
+    return batch.loss_mask.flatten().nonzero().squeeze(1) if positions is None else positions
+
+
 def divergence_head(
     batch: Batch,
-    teacher: Decoder,
+    teacher: Decoder | None,
     measure: DivergenceMeasure,
     *,
     chunk: int,
@@ -187,20 +240,28 @@ def divergence_head(
     entropy: bool = False,
     entropy_gradient: bool = False,
 ) -> Divergence:
-    """The head of one micro-batch; the teacher's forward runs inside it."""
+    """The head of one micro-batch; the teacher's forward runs inside it.
 
-    def hidden_states() -> Tensor:
-        documents = None if teacher.model.backend == "sdpa" else batch.documents
-        seen = seen_pictures(teacher, batch)
+    `teacher`: None for the model itself, whose pass has completed the batch (`OwnTeacherPass`).
+    """
+
+    def hidden_rows(_positions_N: Tensor) -> Tensor:
+        assert teacher is not None
+        read = teacher_batch(batch)
+        documents = None if teacher.model.backend == "sdpa" else read.documents
+        seen = seen_pictures(teacher, read)
         of_pictures: dict[str, Any] = {} if seen is None else {"pictures": seen}
-        if batch.axes is not None:
-            of_pictures["axes_3BT"] = batch.axes
+        if read.axes is not None:
+            of_pictures["axes_3BT"] = read.axes
         states: Tensor = teacher.model(
-            batch.tokens, batch.positions, documents, None, borders_in(batch), **of_pictures
+            read.tokens, read.positions, documents, None, borders_in(read), **of_pictures
         )
-        return states
+        return states.flatten(0, 1)[loss_positions_of(read)]
 
-    teacher_of_batch = Teacher(hidden_states, teacher.lm_head, teacher.config.final_softcap)
+    if teacher is None:
+        teacher_of_batch = Teacher(lambda _positions_N: batch.extras[TEACHER_HIDDEN])
+    else:
+        teacher_of_batch = Teacher(hidden_rows, teacher.lm_head, teacher.config.final_softcap)
     return Divergence(
         batch.labels,
         batch.loss_mask,

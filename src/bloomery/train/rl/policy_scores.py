@@ -39,11 +39,13 @@ class PolicyScores:
         reference: Decoder | None,
         train: TrainPlan,
         complete: Complete,
+        before: Callable[[Decoder, Sequence[Batch]], list[Batch]] | None = None,
     ) -> None:
         """`scoring`: the head of a micro-batch, which gives rows of numbers. `reference`: the frozen copy of the start;
         None where the model without its adapter is the reference.
 
-        `complete`: micro-batches, with the pictures of their samples.
+        `complete`: micro-batches, with the pictures of their samples. `before`: what a head needs in its micro-batches,
+        computed first.
         """
         self._state = state
         self._scoring = scoring
@@ -51,6 +53,7 @@ class PolicyScores:
         self._precision = train.precision
         self._together = train.stream_micro_batches
         self._complete = complete
+        self._before = before
 
     def logps(
         self,
@@ -81,6 +84,9 @@ class PolicyScores:
         batches, places = pack_for_rank(
             samples, shape, rank=mesh.data_rank, world=mesh.data_world, complete=self._complete
         )
+
+        if self._before is not None:
+            batches = self._before(model, batches)
 
         # 2. The outputs for this rank's samples, then those of all. The value head is of the policy alone.
         scoring = self._scoring

@@ -1,6 +1,6 @@
 """A rollout: completions that the policy sampled, with what training on them needs; a part of every checkpoint."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -34,7 +34,8 @@ class RolloutSample:
     None where only that model trains on it. `has_loss`: False for a completion that is not trained on, and counts as a
     completion. `targets`: with a value head, in place of one `advantage`. `prompt_number`: of the prompt in the run,
     from which its pictures are read again. `given`: from where to where the completion was not sampled, but given, as
-    results of tools are: such tokens have no loss.
+    results of tools are: such tokens have no loss. `teacher_prompt_ids`: the prompt as a teacher has it, where that is
+    another one.
     """
 
     prompt_ids: tuple[int, ...]
@@ -46,9 +47,17 @@ class RolloutSample:
     targets: TokenTargets | None = None
     prompt_number: int = -1
     given: tuple[tuple[int, int], ...] = ()
+    teacher_prompt_ids: tuple[int, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
+
+    @property
+    def room(self) -> int:
+        """Tokens that it takes of a sequence: the model and its teacher have it at the same place."""
+        if self.teacher_prompt_ids is None:
+            return len(self)
+        return max(len(self), len(self.teacher_prompt_ids) + len(self.completion_ids))
 
     @property
     def num_sampled(self) -> int:
@@ -111,6 +120,16 @@ class Rollout:
         ]
         if given:
             tensors["given"] = torch.tensor(given)
+        teacher_prompts = [
+            sample.teacher_prompt_ids
+            for sample in self.samples
+            if sample.teacher_prompt_ids is not None
+        ]
+        if teacher_prompts:
+            tensors["teacher_prompt_lengths"] = torch.tensor(list(map(len, teacher_prompts)))
+            tensors["teacher_prompt_ids"] = torch.tensor(
+                [id_ for prompt_ids in teacher_prompts for id_ in prompt_ids]
+            )
         if all(sample.old_logps is not None for sample in self.samples):
             tensors["old_logps"] = torch.tensor(
                 [logp for sample in self.samples for logp in sample.old_logps or ()]
@@ -161,6 +180,10 @@ class Rollout:
         if "given" in tensors:
             for number, start, end in tensors["given"].tolist():
                 given[number] += ((start, end),)
+        teacher_prompts: list[tuple[int, ...] | None] = [None] * len(prompts)
+        if "teacher_prompt_ids" in tensors:
+            lengths = tensors["teacher_prompt_lengths"].tolist()
+            teacher_prompts = list(pieces("teacher_prompt_ids", lengths))
         columns = zip(
             prompts,
             completions,
@@ -171,6 +194,7 @@ class Rollout:
             targets,
             prompt_numbers,
             given,
+            teacher_prompts,
             strict=True,
         )
         samples = tuple(RolloutSample(*column) for column in columns)
@@ -265,7 +289,7 @@ def pack(
             for sample, place in zip(samples, places, strict=True)
             if place.micro_batch == number
         ]
-        batch = _batch_of(members, samples[0].extras(), length=length, rows=rows)
+        batch = _batch_of(members, samples[0], length=length, rows=rows)
         in_order = sorted(members, key=lambda member: (member[1].row, member[1].start))
         batches.append(complete(batch, in_order))
     return batches, places
@@ -276,15 +300,15 @@ def place_samples(samples: Sequence[RolloutSample], *, length: int, rows: int) -
     used_tokens: list[int] = []
     sequences_and_starts: list[tuple[int, int]] = []
     for sample in samples:
-        assert len(sample) <= length, "prompt and completion fit into a sequence"
+        assert sample.room <= length, "prompt and completion fit into a sequence"
         sequence = next(
-            (number for number, used in enumerate(used_tokens) if used + len(sample) <= length),
+            (number for number, used in enumerate(used_tokens) if used + sample.room <= length),
             len(used_tokens),
         )
         if sequence == len(used_tokens):
             used_tokens.append(0)
         sequences_and_starts.append((sequence, used_tokens[sequence]))
-        used_tokens[sequence] += len(sample)
+        used_tokens[sequence] += sample.room
     return [
         SamplePlace(sequence // rows, sequence % rows, start)
         for sequence, start in sequences_and_starts
@@ -303,21 +327,23 @@ def empty_batch(
     complete: Complete = without_pictures,
 ) -> Batch:
     """A micro-batch without samples, for a rank that has fewer of `samples` than others."""
-    return complete(_batch_of([], samples[0].extras(), length=length, rows=rows), [])
+    return complete(_batch_of([], samples[0], length=length, rows=rows), [])
 
 
 def _batch_of(
     members: Sequence[tuple[RolloutSample, SamplePlace]],
-    names: Iterable[str],
+    example: RolloutSample,
     *,
     length: int,
     rows: int,
 ) -> Batch:
-    """`names`: of the extras that each sample has."""
+    """`example`: one of the samples, which all have the same extras."""
     tokens, labels, positions = (torch.zeros(rows, length, dtype=torch.int64) for _ in range(3))
     documents, sequences = (torch.full((rows, length), -1) for _ in range(2))
     loss_mask = torch.zeros(rows, length)
-    extras = {name: torch.zeros(rows, length) for name in names}
+    extras = {name: torch.zeros(rows, length) for name in example.extras()}
+    if example.teacher_prompt_ids is not None:
+        extras |= _teacher_extras(members, length=length, rows=rows)
     num_documents = [0] * rows
     for number, (sample, place) in enumerate(members):
         ids = torch.tensor([*sample.prompt_ids, *sample.completion_ids])
@@ -336,6 +362,43 @@ def _batch_of(
         for name, numbers in sample.extras().items():
             extras[name][place.row, scored] = torch.tensor(numbers)
     return Batch(tokens, labels, loss_mask, positions, documents, sequences, extras)
+
+
+def _teacher_extras(members: PlacedSamples, *, length: int, rows: int) -> dict[str, Tensor]:
+    """The batch as the teacher reads it: other prompts at the same places, before the same completions."""
+    tokens, positions = (torch.zeros(rows, length, dtype=torch.int64) for _ in range(2))
+    documents = torch.full((rows, length), -1)
+    loss_mask = torch.zeros(rows, length)
+    num_documents = [0] * rows
+    for sample, place in members:
+        assert sample.teacher_prompt_ids is not None
+        ids = torch.tensor([*sample.teacher_prompt_ids, *sample.completion_ids])
+        span = slice(place.start, place.start + len(ids))
+        tokens[place.row, span] = ids
+        positions[place.row, span] = torch.arange(len(ids))
+        documents[place.row, span] = num_documents[place.row]
+        num_documents[place.row] += 1
+        first = span.stop - 1 - len(sample.completion_ids)
+        loss_mask[place.row, first : span.stop - 1] = float(sample.has_loss)
+        for start, end in sample.given:
+            loss_mask[place.row, first + start : first + end] = 0.0
+    return {
+        "teacher_tokens": tokens,
+        "teacher_positions": positions,
+        "teacher_documents": documents,
+        "teacher_loss_mask": loss_mask,
+    }
+
+
+def teacher_batch(batch: Batch) -> Batch:
+    """The batch as a teacher reads it: its loss tokens are the same, in the same order."""
+    if "teacher_tokens" not in batch.extras:
+        return batch
+    tokens, positions, documents, loss_mask = (
+        batch.extras[f"teacher_{name}"]
+        for name in ("tokens", "positions", "documents", "loss_mask")
+    )
+    return Batch(tokens, torch.zeros_like(tokens), loss_mask, positions, documents)
 
 
 def completion_span(sample: RolloutSample, place: SamplePlace) -> slice:

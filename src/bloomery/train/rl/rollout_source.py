@@ -6,9 +6,9 @@ uninterrupted one samples; a rollout that a checkpoint interrupts is a part of t
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, final
 
@@ -34,7 +34,7 @@ from bloomery.recipe.objectives import (
 )
 from bloomery.train.batch_source import SourceInputs, StepBatches
 from bloomery.train.objectives.build import Scoring, on_policy_head, policy_scoring
-from bloomery.train.objectives.distillation import TeacherPlan, load_teacher
+from bloomery.train.objectives.distillation import OwnTeacherPass, TeacherPlan, load_teacher
 from bloomery.train.rl.advantages import Advantages, advantages_of
 from bloomery.train.rl.episodes import EpisodeSampler
 from bloomery.train.rl.groups import SampledGroups
@@ -49,6 +49,7 @@ from bloomery.train.rl.rollout_pictures import PromptReader, RolloutPictures
 from bloomery.train.rl.rollout_records import completion_metrics, write_completions
 from bloomery.train.rl.sampler import JointWait, Sampler
 from bloomery.train.rl.scoring import CompletionScorer, columns_of
+from bloomery.train.rl.teacher_prompts import TeacherPrompts
 from bloomery.train.state import TrainState
 
 REPORT_SECONDS = 1.0
@@ -126,13 +127,16 @@ class RolloutSource:
         pictures: RolloutPictures,
         episodes: EpisodeSampler | None,
         taught: PolicyScores | None,
+        teacher_prompts: TeacherPrompts | None,
         tokenizer: Tokenizer,
         run_dir: Path,
         emit: Emit,
         stop: Callable[[], bool],
         time_is_up: Callable[[], bool],
     ) -> None:
-        """`taught`: what a teacher thinks of completions; None without one."""
+        """`taught`: what a teacher thinks of completions; None without one. `teacher_prompts`: those of the teacher,
+        where they are others.
+        """
         self._state = state
         self._sampler = Sampler(
             state,
@@ -151,6 +155,7 @@ class RolloutSource:
         self._scorer = scorer
         self._advantages = advantages
         self._taught = taught
+        self._teacher_prompts = teacher_prompts
         self._tokenizer = tokenizer
         self._run_dir = run_dir
         self._emit = emit
@@ -164,7 +169,11 @@ class RolloutSource:
 
     @contextmanager
     def steps(self, plan: RunPlan) -> Iterator[Iterator[StepBatches]]:
-        with self._scorer.started(), self._episodes or nullcontext():
+        with (
+            self._scorer.started(),
+            self._episodes or nullcontext(),
+            self._teacher_prompts or nullcontext(),
+        ):
             yield self._steps(plan)
 
     def _steps(self, plan: RunPlan) -> Iterator[StepBatches]:
@@ -212,10 +221,14 @@ class RolloutSource:
         num_tokens = sum(len(text.ids) for text in completions)
         divergence = None
         if self._taught is not None:
-            samples = [
-                _sample_of(text, prompts[text.prompt], prompt_number=text.prompt)
-                for text in completions
-            ]
+            samples = self._for_teacher(
+                prompts,
+                [
+                    _sample_of(text, prompts[text.prompt], prompt_number=text.prompt)
+                    for text in completions
+                ],
+                [text.prompt for text in completions],
+            )
             divergences, agreements = self._taught.rows_of_head(
                 samples, MicroBatchShape.of(plan.train, plan.data), (DIVERGENCE, AGREEMENT)
             )
@@ -282,6 +295,9 @@ class RolloutSource:
             )
             for text in groups.completions
         ]
+        samples = self._for_teacher(
+            groups.prompts, samples, [text.prompt for text in groups.completions]
+        )
 
         # 3. By how much each completion, or each of its tokens, was better than expected.
         start_time = time.perf_counter()
@@ -342,6 +358,24 @@ class RolloutSource:
         self._rewards_are_slow = reward_seconds > REPORT_SECONDS
         seconds["reward"] += reward_seconds
         groups.add(numbers, prompts, completions, scored)
+
+    def _for_teacher(
+        self,
+        prompts: Sequence[Prompt],
+        samples: Sequence[RolloutSample],
+        numbers: Sequence[int],
+    ) -> list[RolloutSample]:
+        """The samples with the prompt of their teacher, where it has another one. `numbers`: of the prompt of each."""
+        if self._teacher_prompts is None:
+            return list(samples)
+        ids = dict[int, tuple[int, ...]]()
+        for number in numbers:
+            if number not in ids:
+                ids[number] = self._teacher_prompts.ids_of(prompts[number])
+        return [
+            replace(sample, teacher_prompt_ids=ids[number])
+            for sample, number in zip(samples, numbers, strict=True)
+        ]
 
     def _step_of(
         self,
@@ -442,12 +476,25 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
         pictures,
     )
     taught = None
-    if objective.taught_by is not None:
-        assert isinstance(objective, OnPolicyDistill | GroupRollouts)
+    teacher_prompts = None
+    if isinstance(objective, OnPolicyDistill | GroupRollouts) and objective.teacher is not None:
+        own = objective.own_teacher
         # The step has loaded the teacher: this is the same one.
-        head = on_policy_head(objective, load_teacher(TeacherPlan.of(plan)), plan.model.score_chunk)
+        teacher = None if own is not None else load_teacher(TeacherPlan.of(plan))
+        head = on_policy_head(objective, teacher, plan.model.score_chunk)
         seen = RolloutPictures(plan.data.prepared, held_out)
-        taught = PolicyScores(inputs.state, head, None, plan.train, seen)
+        before = None
+        if own is not None:
+            before = OwnTeacherPass(own, plan.train.precision, plan.train.stream_micro_batches)
+        taught = PolicyScores(inputs.state, head, None, plan.train, seen, before)
+        if objective.teacher_prompt_template is not None:
+            teacher_prompts = TeacherPrompts(
+                objective.teacher_prompt_template,
+                plan.data.prepared,
+                inputs.tokenizer,
+                longest=plan.data.sequence_length - objective.max_completion_length,
+            )
+            teacher_prompts.check(prompts, held_out)
     return RolloutSource(
         inputs.state,
         settings=RolloutSettings(
@@ -487,6 +534,7 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
         ),
         pictures=pictures,
         taught=taught,
+        teacher_prompts=teacher_prompts,
         tokenizer=inputs.tokenizer,
         run_dir=inputs.run_dir,
         emit=inputs.emit,

@@ -1,0 +1,103 @@
+"""Prompts as a teacher has them: with a demonstration, or another hint that the model that trains does not get."""
+
+import json
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from types import TracebackType
+from typing import Any, final
+
+from bloomery.core.errors import UserError
+from bloomery.data.chat.render import Renderer, as_message
+from bloomery.data.examples import Example
+from bloomery.data.pictures.encoder import saved_vision
+from bloomery.data.prompts import Prompt, Prompts
+from bloomery.data.shards import read_manifest
+from bloomery.data.tokenizer.templates import NONE
+from bloomery.data.tokenizer.tokenizer import Tokenizer
+from bloomery.facts.prompt_templates import filled
+
+KEY = "objective.teacher_prompt_template"
+NUM_CHECKED = 10_000  # of each split, before the first step: 3 s of chat templates
+
+
+@final
+class TeacherPrompts(AbstractContextManager["TeacherPrompts"]):
+    """Formats them as the prompts of the prepared dataset are: by the chat template, or as texts.
+
+    A context, which ends the process of the chat template.
+    """
+
+    def __init__(
+        self, template: str, prepared: Path, tokenizer: Tokenizer, *, longest: int
+    ) -> None:
+        """`longest`: tokens of a prompt. Raises UserError for a dataset with pictures."""
+        if saved_vision(prepared) is not None:
+            raise UserError(
+                "not supported yet: another prompt of the teacher in a dataset with pictures",
+                where=KEY,
+                fix=f"remove {KEY}, or the pictures",
+            )
+        self._template = template
+        self._longest = longest
+        is_chat = read_manifest(prepared).turns
+        self._renderer = Renderer(
+            tokenizer, template=None if is_chat else NONE, train_on="assistant"
+        )
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._renderer.close()
+
+    def check(self, *splits: Prompts) -> None:
+        """Raises UserError, as `ids_of`, for the first prompts of each split."""
+        with self:
+            for prompts in splits:
+                for prompt in islice(prompts, NUM_CHECKED):
+                    self.ids_of(prompt)
+
+    def ids_of(self, prompt: Prompt) -> tuple[int, ...]:
+        """The prompt of the teacher. Raises UserError for a column that the row does not have, and for a prompt that
+        leaves no room for the longest completion.
+        """
+        fields = {name: _text(value) for name, value in prompt.columns.items() if value is not None}
+        turns: Any
+        if prompt.messages is None:
+            turns = filled(self._template, {**fields, "prompt": prompt.text}, where=KEY)
+        else:
+            messages = [as_message(turn) for turn in prompt.messages]
+            last = max(n for n, turn in enumerate(messages) if n == 0 or turn.role == "user")
+            asked = {**fields, "prompt": messages[last].content}
+            text = filled(self._template, asked, where=KEY)
+            messages[last] = replace(messages[last], content=text)
+            turns = tuple(messages)
+        (encoded,) = self._renderer.encode(Example(KEY, "prompt", turns, ()))
+        if len(encoded.ids) > self._longest:
+            beginning = prompt.text[:60]
+            raise UserError(
+                f"the teacher's prompt has {len(encoded.ids):,} tokens, and room for {self._longest:,} next to the"
+                f" longest completion: {beginning!r}",
+                where=KEY,
+                fix=f"set data.sequence_length at least {len(encoded.ids) - self._longest:,} higher, shorten the"
+                " demonstration, or set a smaller objective.max_completion_length",
+            )
+        return tuple(encoded.ids)
+
+
+def _text(value: Any) -> str:
+    """A column's value: a text as it is, the contents of messages one after the other, else JSON."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Sequence) and value and all(_is_message(turn) for turn in value):
+        return "\n".join(turn["content"] for turn in value)
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _is_message(turn: Any) -> bool:
+    return isinstance(turn, dict) and isinstance(turn.get("content"), str)
