@@ -50,7 +50,8 @@ def table_of(user, title: int) -> dict[str, list[str]]:
     """The values of the runs by key: of the metrics (0) or of the recipes (1)."""
     from nicegui import ui
 
-    table = sorted(user.find(ui.table).elements, key=lambda element: element.id)[title]
+    tables = sorted(user.find(ui.table).elements, key=lambda element: -element.id)
+    table = tables[title]
     return {row["key"]: [row[name] for name in row if name.startswith("run")] for row in table.rows}
 
 

@@ -48,11 +48,14 @@ def add_pages(watching: Watching, commands: Commands) -> None:
     async def one_run(name: str) -> None:
         await run_page(watching, commands, name)
 
+    async def run_of_a_sweep(sweep: str, name: str) -> None:
+        await run_page(watching, commands, f"{sweep}/{name}")
+
     async def new_run(run: str = "") -> None:
         await new_run_page(watching, commands, run)
 
-    async def compare(runs: str = "", over: str = "") -> None:
-        await compare_page(watching, commands, runs, over)
+    async def compare(runs: str = "", over: str = "", sweep: str = "") -> None:
+        await compare_page(watching, commands, runs, over, sweep)
 
     async def machine() -> None:
         await machine_page(sensors, commands)
@@ -72,6 +75,7 @@ def add_pages(watching: Watching, commands: Commands) -> None:
     for address, build in (
         ("/", runs),
         ("/run/{name}", one_run),
+        ("/run/{sweep}/{name}", run_of_a_sweep),
         ("/new", new_run),
         ("/compare", compare),
         ("/machine", machine),

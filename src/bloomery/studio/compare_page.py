@@ -1,17 +1,19 @@
-"""The page that compares runs: their curves over one axis, final metrics, and their recipes as a diff. No torch."""
+"""The page that compares runs: a sweep's ranking, curves over one axis, and what differs. Does not import torch."""
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 from urllib.parse import quote
 
 from nicegui import ui
 from nicegui.events import ValueChangeEventArguments
 
 from bloomery.core.errors import UserError
+from bloomery.core.run_folder import all_sweeps, is_run
 from bloomery.core.text import harmless
 from bloomery.core.units import counted, format_joules, format_seconds
 from bloomery.monitor.events import TaskDone
@@ -19,8 +21,11 @@ from bloomery.monitor.words import number_format_of, with_interval
 from bloomery.recipe.load import load_recipe
 from bloomery.studio.charts import LineChart, color_of, dash_of
 from bloomery.studio.commands import Commands
+from bloomery.studio.components import button, card, choice, heading, note, sentence, text
 from bloomery.studio.frame import CommandView, notify, page, update_every
+from bloomery.studio.parallel_axes import Line, parallel_axes
 from bloomery.studio.run_charts import charts_of, evaluations_of
+from bloomery.studio.sweep_section import SweepSection, about, name_of
 from bloomery.studio.watching import (
     FIRST_SECONDS,
     UNREAD,
@@ -31,14 +36,18 @@ from bloomery.studio.watching import (
     method_of,
     model_of,
 )
+from bloomery.sweep.table import read_sweep
 from bloomery.view.curves import AXES, NO_POINTS, Axis, Points
 from bloomery.view.summary import in_millions
 
 UPDATE_SECONDS = 2.0
 MOST_RUNS = 20
+MOST_AXES = 7  # of settings, in the picture
+LEAST_LINES = 3  # runs from which on a picture says more than a table
 SUBJECT = "differences of runs"  # of its commands
 UNREADABLE = "recipe.yaml"  # the key of the reason why a recipe cannot be read
 _MISSING = "–"
+_LOWER_IS_BETTER = ("bits_per_byte", "perplexity", "loss")  # of metrics of evaluations
 # A column of the tables is a run; `color` and `dash` are those of its curves.
 _HEADING = """
 <q-th :props="props" style="vertical-align: bottom">
@@ -47,12 +56,29 @@ _HEADING = """
   <span v-else>{{ props.col.label }}</span>
 </q-th>
 """
+_CELL = """
+<q-td :props="props"><b v-if="props.row.best === props.col.name" class="good">{{ props.value }}, best</b>
+  <span v-else>{{ props.value }}</span></q-td>
+"""
 
 
 def address_of_comparison(names: Sequence[str], axis: Axis = "step") -> str:
-    """The page with these runs; no name of a folder has a slash."""
+    """The page with these runs, a slash between them: no name of a folder has one. A run of a sweep has two."""
     over = "" if axis == "step" else f"&over={axis}"
-    return f"/compare?runs={quote('/'.join(names), safe='')}{over}"
+    joined = "/".join(name.replace("/", "//") for name in names)
+    return f"/compare?runs={quote(joined, safe='')}{over}"
+
+
+def address_of_sweep(name: str, axis: Axis = "step") -> str:
+    """The page with a sweep of `runs/`."""
+    over = "" if axis == "step" else f"&over={axis}"
+    return f"/compare?sweep={quote(name, safe='')}{over}"
+
+
+def names_in(text: str) -> list[str]:
+    """The names of an address: "a/sweep//run" is a and sweep/run."""
+    names = (name.replace("//", "/") for name in re.split("(?<!/)/(?!/)", text))
+    return list(dict.fromkeys(filter(None, names)))
 
 
 def axis_of(text: str) -> Axis:
@@ -60,36 +86,93 @@ def axis_of(text: str) -> Axis:
     return next((axis for axis in AXES if axis == text), "step")
 
 
-async def compare_page(watching: Watching, commands: Commands, names: str, over: str) -> None:
-    """`names`: of the runs, with slashes between them. `over`: step, tokens or hours."""
-    runs = list[OpenRun]()
+async def compare_page(
+    watching: Watching, commands: Commands, names: str, over: str, sweep: str = ""
+) -> None:
+    """`names`: of the runs, with slashes between them. `over`: step, tokens or hours. `sweep`: its name in `runs/`, in
+    place of the runs.
+    """
     problems = list[str]()
-    asked = list(dict.fromkeys(filter(None, names.split("/"))))
     axis = axis_of(over)
+    asked = names_in(names)
+    folder = None
+    if sweep:
+        folder, asked, problems = await asyncio.to_thread(_sweep_of, sweep)
+    runs = list[OpenRun]()
     for name in asked[:MOST_RUNS]:
         try:
             runs.append(watching.run(name))
         except UserError as error:
             problems.append(f"error: {error.problem}")
     if len(asked) > MOST_RUNS:
+        rest = len(asked) - MOST_RUNS
         problems.append(
-            f"at most {MOST_RUNS} runs are compared; {len(asked) - MOST_RUNS} are left out"
+            f"at most {MOST_RUNS} runs are compared; {rest} are left out"
+            if folder is None
+            else f"the curves are those of {MOST_RUNS} runs"
         )
     with page("Compare", "/compare"):
-        _show_choice(watching, runs, axis)
+        _show_choice(watching, runs, axis, folder)
+        section = None
+        if folder is not None:
+            section = SweepSection(folder)
+            update_every(UPDATE_SECONDS, section.update)
+            ui.timer(0, section.update, once=True)
         if not runs:
-            text = "\n".join(problems) or "Choose runs above, or mark them in the list of runs."
-            ui.label(text).classes("studio-text")
+            for problem in problems:
+                note(problem, "bad")
+            if folder is None:
+                await _show_start(problems)
             return
-        view = CompareView(commands, runs, problems, axis)
+        view = CompareView(commands, runs, problems, axis, sweep if folder is not None else "")
         await view.update()
         update_every(UPDATE_SECONDS, view.update)
         ui.timer(0, view.show_recipes, once=True)
 
 
-def _show_choice(watching: Watching, runs: Sequence[OpenRun], axis: Axis) -> None:
+def _sweep_of(name: str) -> tuple[Path | None, list[str], list[str]]:
+    """The folder of a sweep, the names of its runs, best first, and why there is none."""
+    folder = next((path for path in all_sweeps() if path.name == name), None)
+    if folder is None:
+        return None, [], [f"error: no sweep {harmless(name)[:80]!r} in runs/"]
+    try:
+        table = read_sweep(folder, noise=False)
+    except UserError as error:
+        return folder, [], [f"error: {error.problem}"]
+    return folder, [name_of(table, run) for run in table.runs if is_run(run.run)], []
+
+
+async def _show_start(problems: Sequence[str]) -> None:
+    """Without runs: the sweeps that are here, and how to choose."""
+    sweeps = await asyncio.to_thread(all_sweeps)
+    words = [await asyncio.to_thread(about, folder) for folder in sweeps]
+    if sweeps:
+        sentence("Sweeps")
+        with ui.element("div").classes("grid3 studio-offers"):
+            for folder, line in zip(sweeps, words, strict=True):
+                choice(harmless(folder.name), line, _opener(folder.name))
+    if not problems:
+        with card("Nothing is compared yet"):
+            sentence("Choose runs above, or mark them in the list of runs and press Compare.")
+            sentence(
+                "`bloomery sweep RECIPE optimizer.learning_rate=1e-4,3e-4` trains one recipe with several settings, "
+                "and opens here.",
+                "muted",
+                small=True,
+            )
+            with ui.row():
+                button("Runs", lambda: ui.navigate.to("/"))
+
+
+def _opener(name: str) -> Callable[[], None]:
+    return lambda: ui.navigate.to(address_of_sweep(name))
+
+
+def _show_choice(
+    watching: Watching, runs: Sequence[OpenRun], axis: Axis, sweep: Path | None
+) -> None:
     """The title, and a field that adds a run."""
-    chosen = [run.reader.folder.name for run in runs]
+    chosen = [run.name for run in runs]
 
     def add(event: ValueChangeEventArguments[str]) -> None:
         ui.navigate.to(address_of_comparison([*chosen, event.value], axis))
@@ -100,15 +183,26 @@ def _show_choice(watching: Watching, runs: Sequence[OpenRun], axis: Axis) -> Non
     async def read() -> None:
         list_runs(await asyncio.to_thread(watching.rows))
 
-    with ui.row().classes("w-full items-center gap-3"):
-        title = f"Compare {counted(len(runs), 'runs')}" if runs else "Compare"
-        ui.label(title).classes("text-xl font-semibold").props("role=heading aria-level=1")
-        ui.space()
-        if len(runs) < MOST_RUNS:
+    title = f"Compare {counted(len(runs), 'runs')}" if runs else "Compare"
+    below = ""
+    if sweep is not None:
+        title, below = harmless(sweep.name), f"A sweep of {counted(len(runs), 'runs')}"
+    with heading(title, below):
+        if sweep is not None:
+            button("Compare other runs", lambda: ui.navigate.to("/compare"))
+        elif len(runs) < MOST_RUNS:
             field = ui.select([], with_input=True, label="Add a run", on_change=add)
             field.props("dense outlined").classes("w-64 max-w-full")
             list_runs(watching.known_rows())
             ui.timer(0, read, once=True)
+
+
+class Result(NamedTuple):
+    """The figure by which a run is judged."""
+
+    name: str
+    value: float
+    lower_is_better: bool
 
 
 @final
@@ -118,13 +212,15 @@ class Snapshot:
 
     state: tuple[str, int]  # status and lines read: another one has another snapshot
     metrics: dict[str, str]
-    scores_of_others: dict[str, dict[str, str]]  # that it was tested against, by their names
+    tasks: dict[str, TaskDone]  # by their labels in the table
+    scores_of_others: dict[str, dict[str, TaskDone]]  # that it was tested against, by their names
+    result: Result | None
     charts: dict[str, tuple[str, str]]
     points: dict[str, Points]
     evaluations: Points
 
 
-_NOTHING = Snapshot((UNREAD, 0), {"Status": UNREAD}, {}, {}, {}, NO_POINTS)
+_NOTHING = Snapshot((UNREAD, 0), {"Status": UNREAD}, {}, {}, None, {}, {}, NO_POINTS)
 
 
 def snapshot_of(run: OpenRun, axis: Axis) -> Snapshot:
@@ -134,6 +230,8 @@ def snapshot_of(run: OpenRun, axis: Axis) -> Snapshot:
         return Snapshot(
             state=_state_of(run),
             metrics=dict(compared_metrics(run)),
+            tasks={_label_of(task): task for task in run.view.tasks.values()},
+            result=result_of(run),
             scores_of_others=_scores_of_others(run),
             charts=charts,
             points={curve: run.curves.points_over(axis, curve) for curve, _ in charts.values()},
@@ -178,49 +276,64 @@ class CompareView:
     """Mutable: one open page that compares runs."""
 
     def __init__(
-        self, commands: Commands, runs: Sequence[OpenRun], problems: Sequence[str], axis: Axis
+        self,
+        commands: Commands,
+        runs: Sequence[OpenRun],
+        problems: Sequence[str],
+        axis: Axis,
+        sweep: str = "",
     ) -> None:
         self.commands = commands
+        self._sweep = sweep  # whose runs these are
         self._waiting_tests: list[str] = []  # names of runs
-        self.runs = {harmless(run.reader.folder.name): run for run in runs}
+        self.runs = {harmless(run.name): run for run in runs}
         self.axis: Axis = axis
         self._problems = tuple(problems)
         self._snapshots: dict[str, Snapshot] = {}
         self._reading: asyncio.Task[None] | None = None
         self._charts: dict[str, LineChart] = {}
-        with ui.row().classes("w-full gap-2 items-end"):
+        with ui.element("div").classes("toolbar"):
             for index, name in enumerate(self.runs):
                 self._show_name(index, name)
             ui.space()
             with ui.row().classes("items-center no-wrap"):
-                ui.label("Over")
+                text("over", classes="muted small")
                 ui.toggle(list(AXES), value=axis, on_change=self._change_axis).props(
                     "dense no-caps unelevated padding='xs md' aria-label='Horizontal axis'"
                 )
         self._problem = ui.label().classes("studio-text text-negative").props("role=status")
+        self._verdict = sentence("")
         self._grid = ui.element("div").classes("w-full grid gap-4 grid-cols-1 md:grid-cols-2")
-        self._metrics = self._table("Final metrics")
-        self._command = CommandView(commands, SUBJECT)
-        if len(self.runs) > 1:
-            with ui.row().classes("w-full items-center gap-3"):
-                ui.button("Test the differences", icon="balance", on_click=self._test).props(
-                    "outline dense no-caps padding='xs sm'"
-                )
-                ui.label(
-                    f"The best checkpoint of each run against that of {next(iter(self.runs))} on the same validation "
-                    "data, with 95% confidence intervals."
-                ).classes("text-sm break-words min-w-0")
+        with card("Settings and result", "colored by rank, the best on top") as self._picture:
+            self._lines = ui.element("div").classes("w-full")
+        self._picture.visible = False
+        self._settings: dict[str, dict[str, str]] = {}  # those that differ, of each run
+        self._shown_lines: list[Line] = []
         self._recipes = self._table("What differs in the recipes")
         self._recipes.props("loading")
+        self._metrics = self._table("Final metrics")
+        if len(self.runs) > 1 and not self._sweep:  # a sweep tests them itself
+            with ui.element("div").classes("toolbar"):
+                button("Test the differences", self._test, icon="balance")
+                text(
+                    f"The best checkpoint of each run against that of {next(iter(self.runs))} on the same validation "
+                    "data, with 95% confidence intervals.",
+                    classes="muted small",
+                )
+        self._command = CommandView(commands, SUBJECT)
 
     def _show_name(self, index: int, name: str) -> None:
-        line = f"border-bottom: 4px {dash_of(index)} {color_of(index)}"
-        with ui.row().classes("items-center gap-0 no-wrap").style(line):
-            ui.link(name, address_of(name)).classes("break-all text-sm")
-            if len(self.runs) > 1:
+        line = f"border-bottom: 3px {dash_of(index)} {color_of(index)}"
+        with ui.element("span").classes("studio-compared").style(line):
+            ui.link(self._label(name), address_of(name)).classes("break-all")
+            if len(self.runs) > 1 and not self._sweep:
                 ui.button(icon="close", on_click=lambda: self._remove(name)).props(
                     "flat dense size=xs"
                 ).props(f"aria-label={json.dumps(f'Leave out run {index + 1}')}")
+
+    def _label(self, name: str) -> str:
+        """Of a run of the sweep that the title names, its own name alone."""
+        return name.removeprefix(f"{harmless(self._sweep)}/") if self._sweep else name
 
     def _test(self) -> None:
         """One evaluation after the other: each holds two models."""
@@ -238,15 +351,18 @@ class CompareView:
         self._command.update()
 
     def _names(self) -> list[str]:
-        return [run.reader.folder.name for run in self.runs.values()]
+        return [run.name for run in self.runs.values()]
 
     def _remove(self, name: str) -> None:
-        others = [run.reader.folder.name for key, run in self.runs.items() if key != name]
+        others = [run.name for key, run in self.runs.items() if key != name]
         ui.navigate.to(address_of_comparison(others, self.axis))
 
     def _change_axis(self, event: ValueChangeEventArguments[str]) -> None:
         self.axis = axis_of(event.value)
-        ui.navigate.history.replace(address_of_comparison(self._names(), self.axis))
+        address = address_of_comparison(self._names(), self.axis)
+        if self._sweep:
+            address = address_of_sweep(self._sweep, self.axis)
+        ui.navigate.history.replace(address)
         for chart in self._charts.values():
             chart.delete()
         self._charts.clear()
@@ -262,7 +378,7 @@ class CompareView:
             columns.append(
                 {
                     "name": f"run{index}",
-                    "label": name,
+                    "label": self._label(name),
                     "field": f"run{index}",
                     "align": "left",
                     "address": address_of(name),
@@ -270,12 +386,12 @@ class CompareView:
                     "dash": dash_of(index),
                 }
             )
-        with ui.element("section").classes("w-full"):
-            ui.label(title).classes("text-lg font-semibold").props("role=heading aria-level=2")
+        with card(title):
             table = ui.table(columns=columns, rows=[], row_key="key", pagination=0)
             table.classes("w-full studio-compare")
-            table.props("flat bordered dense hide-pagination wrap-cells")
+            table.props("flat dense hide-pagination wrap-cells")
             table.add_slot("header-cell", _HEADING)
+            table.add_slot("body-cell", _CELL)
         return table
 
     async def update(self) -> None:
@@ -321,11 +437,44 @@ class CompareView:
             self._snapshots[name] = _NOTHING if is_new else snapshot_of(run, self.axis)
         self._draw_charts()
         metrics = {name: dict(self._snapshots[name].metrics) for name in self.runs}
+        tasks = {name: dict(self._snapshots[name].tasks) for name in self.runs}
         for snapshot in self._snapshots.values():
             for name, scores in snapshot.scores_of_others.items():
                 if name in metrics:
-                    metrics[name] |= scores
-        self._metrics.rows = _rows(list(metrics.values()))
+                    tasks[name] |= scores
+                    metrics[name] |= {label: score_text(score) for label, score in scores.items()}
+        rows = _rows(list(metrics.values()))
+        for row in rows:
+            best = supported_best({name: tasks[name].get(row["key"]) for name in self.runs})
+            row["best"] = "" if best is None else f"run{list(self.runs).index(best)}"
+        self._metrics.rows = rows
+        self._judge()
+
+    def _judge(self) -> None:
+        """Which run has the best figure, and their settings as lines, once results and recipes are read."""
+        results = {name: self._snapshots[name].result for name in self.runs}
+        known = {name: result for name, result in results.items() if result is not None}
+        names = {result.name for result in known.values()}
+        if self._sweep or len(names) != 1 or len(known) < 2:
+            return
+        metric, _, lower = next(iter(known.values()))
+        best = min(known, key=lambda name: known[name].value * (1 if lower else -1))
+        self._verdict.text = (
+            f"{'Lowest' if lower else 'Highest'} {metric}: {best}, {known[best].value:.4f}. Whether the "
+            "difference is more than noise, the test below says."
+        )
+        keys = list(dict.fromkeys(key for recipe in self._settings.values() for key in recipe))
+        keys = [key for key in keys if key != UNREADABLE]
+        lines = [
+            Line(name, address_of(name), self._settings.get(name, {}), known[name].value)
+            for name in known
+        ]
+        self._picture.visible = len(lines) >= LEAST_LINES and 0 < len(keys) <= MOST_AXES
+        if self._picture.visible and lines != self._shown_lines:
+            self._shown_lines = lines
+            self._lines.clear()
+            with self._lines:
+                parallel_axes(lines, metric, lower_is_better=lower)
 
     def _draw_charts(self) -> None:
         names = tuple(self.runs)
@@ -358,9 +507,13 @@ class CompareView:
         different |= keys & {UNREADABLE}
         self._recipes.props(remove="loading")
         self._recipes.props(f'no-data-label="no key of {len(keys)} differs"')
-        self._recipes.rows = _rows(
-            [{key: recipe[key] for key in recipe if key in different} for recipe in recipes]
-        )
+        differences = [
+            {key: recipe[key] for key in recipe if key in different} for recipe in recipes
+        ]
+        self._recipes.rows = _rows(differences)
+        self._settings = dict(zip(self.runs, differences, strict=True))
+        if self._snapshots:
+            self._judge()
 
 
 def _rows(columns: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
@@ -415,9 +568,48 @@ def _label_of(event: TaskDone) -> str:
     return harmless(f"{event.task}: {event.metric}{against}")
 
 
-def _scores_of_others(run: OpenRun) -> dict[str, dict[str, str]]:
-    """Of the runs that it was tested against, by name: labels and values. Hold the lock of the run."""
-    scores = dict[str, dict[str, str]]()
+def result_of(run: OpenRun) -> Result | None:
+    """The lowest validation loss, or the reward of a run that is judged by rewards. Hold the lock of the run."""
+    summary = run.summary
+    if summary.scores_completions:
+        reward = summary.judged_reward
+        return None if reward is None else Result("reward", reward, lower_is_better=False)
+    losses = [event.loss for event in summary.evaluations.values() if event.loss is not None]
+    return Result("validation loss", min(losses), lower_is_better=True) if losses else None
+
+
+def supported_best(scores: Mapping[str, TaskDone | None]) -> str | None:
+    """The run whose score is better than that of every other one beyond the noise: their paired test says so, or their
+    intervals are apart. None where the noise names none.
+    """
+    known = {name: score for name, score in scores.items() if score and score.value is not None}
+    if len(known) < 2:
+        return None
+    metric = next(iter(known.values())).metric
+    sign = 1 if metric.endswith(_LOWER_IS_BETTER) else -1
+    best = min(known, key=lambda name: sign * (known[name].value or 0.0))
+    others = (name for name in known if name != best)
+    return best if all(_is_apart(known, best, other, sign) for other in others) else None
+
+
+def _is_apart(scores: Mapping[str, TaskDone], best: str, other: str, sign: int) -> bool:
+    """`sign`: 1 where a lower score is better."""
+    for name, against, side in ((other, best, 1), (best, other, -1)):
+        score = scores[name]
+        bounds = (score.difference_low, score.difference_high)
+        if harmless(score.against.removeprefix("runs/")) == against and None not in bounds:
+            return all(side * sign * (bound or 0.0) > 0 for bound in bounds)
+    first, second = scores[best], scores[other]
+    if None in (first.low, first.high, second.low, second.high):
+        return False
+    if sign > 0:
+        return (first.high or 0.0) < (second.low or 0.0)
+    return (first.low or 0.0) > (second.high or 0.0)
+
+
+def _scores_of_others(run: OpenRun) -> dict[str, dict[str, TaskDone]]:
+    """Of the runs that it was tested against, by name: labels and scores. Hold the lock of the run."""
+    scores = dict[str, dict[str, TaskDone]]()
     for task in run.view.tasks.values():
         if task.against_value is not None:
             name = harmless(task.against.removeprefix("runs/"))
@@ -429,7 +621,7 @@ def _scores_of_others(run: OpenRun) -> dict[str, dict[str, str]]:
                 step=0,
                 difference=None,
             )
-            scores.setdefault(name, {})[_label_of(task)] = score_text(score)
+            scores.setdefault(name, {})[_label_of(task)] = score
     return scores
 
 

@@ -77,7 +77,7 @@ class RunPage:
     def __init__(self, opened: OpenRun, commands: Commands) -> None:
         self.opened = opened
         self.commands = commands
-        self.name = opened.reader.folder.name
+        self.name = opened.name
         self._version = -1
         with ui.element("div").classes("heading"):
             with ui.element("div").classes("min-w-0"):

@@ -136,3 +136,11 @@ window.studioCopy = async text => {
     again?.focus({preventScroll: true});
   }).observe(document.documentElement, {childList: true, subtree: true});
 }
+
+// Of runs as lines across axes: the one that the pointer or the keyboard is at, in words.
+for (const kind of ["mouseover", "focusin"]) {
+  document.addEventListener(kind, event => {
+    const line = event.target.closest?.(".parallel a");
+    if (line) line.closest(".parallel").nextElementSibling.textContent = line.getAttribute("aria-label");
+  });
+}

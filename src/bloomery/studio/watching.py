@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from bloomery.core.errors import UserError, one_line, system_errors_worded
 from bloomery.core.files import open_regular, read_whole
-from bloomery.core.run_folder import all_runs, is_run
+from bloomery.core.run_folder import all_runs, is_run, is_sweep
 from bloomery.core.run_lock import worked_on
 from bloomery.core.text import harmless, redact_secrets
 from bloomery.monitor.events import (
@@ -77,8 +77,8 @@ def is_plain(name: str) -> bool:
 
 
 def address_of(name: str) -> str:
-    """The page of a run."""
-    return f"/run/{quote(name, safe='')}"
+    """The page of a run; of a sweep's run, SWEEP/RUN."""
+    return f"/run/{quote(name, safe='/')}"
 
 
 def method_of(plan: RunPlan) -> str:
@@ -172,6 +172,11 @@ class OpenRun:
         self.lock = threading.RLock()
         self._reading = threading.Lock()
         self._locked_at = 0.0
+
+    @property
+    def name(self) -> str:
+        """Below runs/; SWEEP/RUN of a sweep's run."""
+        return self.reader.folder.relative_to("runs").as_posix()
 
     @property
     def view(self) -> RunView:
@@ -271,11 +276,15 @@ class Watching:
         return [row for _, row in self._rows.values()]
 
     def run(self, name: str) -> OpenRun:
-        """The run with this name. Raises UserError where `runs/` has none."""
+        """The run with this name, SWEEP/RUN of a sweep. Raises UserError where `runs/` has none."""
         folder = Path("runs") / name
+        parts = name.split("/")
         with system_errors_worded():
             is_known = (
-                name not in ("", ".", "..") and not {"/", "\0"} & set(name) and is_run(folder)
+                not {"", ".", ".."} & set(parts)
+                and "\0" not in name
+                and (len(parts) == 1 or (len(parts) == 2 and is_sweep(folder.parent)))
+                and is_run(folder)
             )
         if not is_known:
             fix = "choose one of the list"

@@ -53,7 +53,7 @@ def sweep_page(table: SweepTable, folder: Path) -> str:
     ranks = {id(run): str(rank) for rank, run in enumerate(table.finished, 1)}
     for run in table.runs:
         link = _link(run, folder)
-        cells = [ranks.get(id(run), ""), *_figures(run), *run.settings.values()]
+        cells = [ranks.get(id(run), ""), *figures_of(run), *run.settings.values()]
         rows.append({"name": run.run.name, "link": link, "cells": cells})
     return render(
         "sweep.html",
@@ -105,7 +105,7 @@ def _dot(run: SweepRun, key: str, *, is_best: bool) -> Dot:
     return Dot(run.settings[key], run.metric, low, high, text, "best" if is_best else "plain")
 
 
-def _figures(run: SweepRun) -> list[str]:
+def figures_of(run: SweepRun) -> list[str]:
     """Figure, interval and p-value as texts."""
     if run.metric is None:
         return ["", "not judged yet", ""]
