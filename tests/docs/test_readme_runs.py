@@ -90,7 +90,7 @@ def test_the_fine_tuning_commands_run_and_the_exports_open(tmp_path):
     }
     for line in [*lines, "bloomery export last --to adapter --out my-adapter"]:
         words = shlex.split(line)
-        tiny = ["model.from=tiny"] if "qwen2.5-0.5b-lora" in words else []
+        tiny = ["model.from=tiny"] if "qwen3.5-0.8b-lora" in words else []
         command = [sys.executable, "-m", *words, *tiny]
         # The training starts as yours does; the other commands are forked.
         popen = subprocess.Popen if words[1] == "train" else preloaded.Popen

@@ -554,7 +554,7 @@ def show(
 
     \b
     Example: bloomery recipes show qwen2.5-1.5b-lora
-             bloomery recipes show --model Qwen/Qwen2.5-0.5B-Instruct --data chats.jsonl train.epochs=2 > mine.yaml
+             bloomery recipes show --model Qwen/Qwen3.5-0.8B --data chats.jsonl train.epochs=2 > mine.yaml
     """
     if recipe is not None and "=" in recipe and model and data:
         overrides = (recipe, *overrides)

@@ -76,7 +76,7 @@ def command(
 
     \b
     Example: bloomery train go-coder-tiny data.path=~/code data.glob="*.go"
-             bloomery train --model Qwen/Qwen2.5-0.5B-Instruct --data chats.jsonl
+             bloomery train --model Qwen/Qwen3.5-0.8B --data chats.jsonl
     """
     from bloomery.cli.common import traceback_file
     from bloomery.launch.launchers import new_folder
