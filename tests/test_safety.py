@@ -77,6 +77,7 @@ ALLOWED = {
     "src/bloomery/studio/run_page.py": ["import asyncio"],
     "src/bloomery/studio/run_sections.py": ["import asyncio"],
     "src/bloomery/studio/runs_page.py": ["import asyncio"],
+    "src/bloomery/studio/sweep_section.py": ["import asyncio"],
     "src/bloomery/train/rl/reward_functions.py": ["listener.bind", "listener.listen"],
 }
 METHODS = {"listen", "bind", "serve_forever"}

@@ -76,7 +76,7 @@ def address_of_sweep(name: str, axis: Axis = "step") -> str:
 
 
 def names_in(text: str) -> list[str]:
-    """The names of an address: "a/sweep//run" is a and sweep/run."""
+    """The names of an address: "one/SWEEP//RUN" is one and SWEEP/RUN."""
     names = (name.replace("//", "/") for name in re.split("(?<!/)/(?!/)", text))
     return list(dict.fromkeys(filter(None, names)))
 
