@@ -49,6 +49,8 @@ FLAGS = {
         "--smoke-test",
         "--recover",
         "--no-check",
+        "--for",
+        "--json",
     },
     "sweep": {
         *(

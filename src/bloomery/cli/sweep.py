@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from bloomery.plan.types import PlanReport, RunPlan
     from bloomery.sweep.drive import SweepEnd
     from bloomery.sweep.points import Point, Search
-    from bloomery.sweep.scores import Metric
     from bloomery.sweep.table import SweepRun, SweepTable
 
 WORDS = "bloomery.words"  # key of click's context: the arguments as typed
@@ -111,13 +110,14 @@ def command(
     from bloomery.recipe.axes import axes_of
     from bloomery.sweep.drive import Sweep
     from bloomery.sweep.points import EXAMPLE, WHERE, points_of, ranges_of
+    from bloomery.sweep.scores import metric_of
     from bloomery.sweep.store import sweep_folder
     from bloomery.sweep.table import table_of
 
     # What was typed wrong in any combination is refused before the first one trains.
     budget_seconds = None if budget is None else seconds_of(budget, "--budget")
     points = points_of(recipe, overrides, search=search, runs=runs, seed=seed)
-    ranked_by = _metric(points, metric, task)
+    ranked_by = metric_of([point.recipe.recipe for point in points], metric, task)
     slots, reports = _slots(points, devices, per_device)
     plans = [report.plan for report in reports]
     expected_seconds = _mean_seconds(plans)
@@ -168,28 +168,6 @@ def command(
     if end.code in (75, 130):
         echo("next       the same command continues this sweep", err=True)
     return end.code
-
-
-def _metric(points: "list[Point]", kind: str | None, task: Path | None) -> "Metric":
-    """What the runs are ranked by. Raises UserError (code 2) where the runs cannot have it."""
-    from bloomery.sweep.scores import Metric
-
-    has_rewards = all(
-        point.recipe.recipe.objective.spec.loss_unit == "completion" for point in points
-    )
-    if task is not None and kind not in (None, "task"):
-        problem = f"--task and --metric {kind} exclude each other"
-        raise UserError(problem, where="--task", fix="use one of them", code=2)
-    if kind == "task" and task is None:
-        fix = "add --task FILE, as for `bloomery eval`"
-        raise UserError("--metric task needs a task file", where="--metric", fix=fix, code=2)
-    if kind == "reward" and not has_rewards:
-        problem = "a run of this sweep does not train with rewards"
-        fix = "use --metric eval.loss, or --task FILE"
-        raise UserError(problem, where="--metric", fix=fix, code=2)
-    if task is not None:
-        return Metric("task", task)
-    return Metric("reward" if has_rewards and kind != "eval.loss" else "eval.loss")
 
 
 def _slots(

@@ -13,19 +13,25 @@ from bloomery.cli.common import (
     NewPath,
     chosen_recipe,
     echo,
+    json_option,
     overrides_argument,
+    print_json,
+    progress_line,
     recipe_or_model,
     run_argument,
     training_devices_option,
     trust_code_option,
 )
 from bloomery.core.child import python_module
+from bloomery.core.errors import UserError
 from bloomery.core.run_folder import find_run
+from bloomery.core.units import counted
 
 if TYPE_CHECKING:
     from bloomery.hardware.machine import Machine
     from bloomery.plan.types import RunPlan
     from bloomery.runs.flow import EndedRun
+    from bloomery.sweep.scores import Metric
 
 
 LAUNCHER = "bloomery.launcher"  # key of click's context: the arguments after --, and those before
@@ -57,6 +63,10 @@ class WithLauncher(click.Command):
     "--recover", is_flag=True, help="After a crash, restart with safer settings (3 times)."
 )
 @click.option("--no-check", is_flag=True, help="Do not check a GPU's first step against the CPU.")
+@click.option(
+    "--for", "budget", metavar="TIME", help="Train for this time, then print one metric: 5m, 2h."
+)
+@json_option
 def command(
     recipe: str | None,
     overrides: tuple[str, ...],
@@ -68,19 +78,37 @@ def command(
     smoke_test: bool,
     recover: bool,
     no_check: bool,
+    budget: str | None,
+    as_json: bool,
 ) -> int:
     """Pretrain or fine-tune with a recipe. Tokenizes the dataset first.
 
     Ctrl+C saves a checkpoint and stops (exit code 75); a second Ctrl+C exits at once. `bloomery resume` continues.
     torchrun, srun, mpirun and accelerate can start the same command. Arguments after -- go to torchrun.
 
+    With --for the run trains for a fixed time, and its held-out loss (or reward) is printed with a 95% interval: for
+    experiments that change one thing. --json prints that as one document, also of a run of any other length.
+
     \b
     Example: bloomery train go-coder-tiny data.path=~/code data.glob="*.go"
+             bloomery train demo --for 5m --json optimizer.learning_rate=3e-4
              bloomery train --model Qwen/Qwen3.5-0.8B --data chats.jsonl
     """
     from bloomery.cli.common import traceback_file
     from bloomery.launch.launchers import new_folder
     from bloomery.runs.lifecycle import start
+
+    # A fixed time is the run's length, and its metric must exist.
+    if budget is not None:
+        overrides = (*overrides, *_of_fixed_time(budget, overrides))
+    judges = budget is not None or as_json
+    if judges and (smoke_test or dry_run or _has_launcher()):
+        raise UserError(
+            "--for and --json print the metric of a run that trains here",
+            where="--for" if budget is not None else "--json",
+            fix="leave it out, or leave out --dry-run, --smoke-test and the launcher",
+            code=2,
+        )
 
     # Arguments after -- replace this process by torchrun, which starts the same command on every rank.
     meta = click.get_current_context().meta
@@ -114,6 +142,12 @@ def command(
 
         return run_smoke_test(loaded_recipe, arguments=source, run_dir=run_dir, devices=devices)
 
+    metric = None
+    if judges:
+        from bloomery.sweep.scores import metric_of
+
+        metric = metric_of([loaded_recipe.recipe])
+
     # A recipe that leaves compilation open is timed before a long run on a CPU.
     trial = time_compiling if loaded_recipe.recipe.train.compile == "auto" else None
     folder = new_folder(loaded_recipe.name) if run_dir is None else run_dir
@@ -123,10 +157,75 @@ def command(
         run_dir=folder,
         devices=devices,
         recover=recover,
+        quiet=as_json,
         measure=trial,
         check_step=not no_check,
     )
-    return conclude(ended_run)
+    if metric is None:
+        return conclude(ended_run)
+    return _conclude_with(metric, ended_run, devices, as_json=as_json)
+
+
+def _has_launcher() -> bool:
+    """Whether this command line has arguments for torchrun."""
+    return LAUNCHER in click.get_current_context().meta
+
+
+def _of_fixed_time(budget: str, overrides: Sequence[str]) -> list[str]:
+    """The overrides of a run that ends after a time, even in its first steps. Raises UserError (code 2)."""
+    from bloomery.cli.bench import seconds_of
+    from bloomery.recipe.schema import LENGTHS
+
+    seconds = seconds_of(budget, "--for")
+    keys = {f"train.{name}" for name in (*LENGTHS, "min_steps")}
+    other = next((word for word in overrides if word.partition("=")[0] in keys), None)
+    if other is not None:
+        problem = f"--for sets the length of the run, and so does {other}"
+        raise UserError(problem, where="--for", fix="use one of them", code=2)
+    return [f"train.max_time={seconds:g}s", "train.min_steps=null"]
+
+
+def _conclude_with(metric: "Metric", run: "EndedRun", devices: str | None, *, as_json: bool) -> int:
+    """Judges the run on held-out items and prints the figure; returns the exit code. Raises UserError."""
+    from bloomery.core.run_folder import RunFolder
+    from bloomery.monitor.events import read_events
+    from bloomery.sweep.ranking import Judged
+    from bloomery.sweep.scores import judge
+    from bloomery.view.summary import summary_of
+
+    folder = RunFolder(run.folder)
+    summary = summary_of(read_events(folder.events))
+    value = None
+    interval = None
+    step = None
+    if run.code == 0:
+        with progress_line("eval"):
+            score = judge(folder, metric, devices=devices)
+            estimate = Judged(run.name, score.value, score.scores).estimate()
+        value, step = score.value, score.step
+        if estimate.low is not None and estimate.high is not None:
+            interval = (estimate.low, estimate.high)
+    if as_json:
+        document = {
+            "metric": metric.kind,
+            "value": value,
+            "interval": interval,
+            "lower_is_better": metric.lower_is_better,
+            "step": step,
+            "steps": summary.step,
+            "tokens": summary.tokens,
+            "seconds": summary.seconds,
+            "run": str(run.folder),
+        }
+        print_json(document)
+        return run.code
+    code = conclude(run)
+    if value is not None:
+        text = f"{metric.kind} {value:.4f}"
+        if interval is not None:
+            text += f", 95% interval {interval[0]:.4f} to {interval[1]:.4f}"
+        echo(f"{'metric':<11}{text}, after {counted(summary.step, 'steps')}")
+    return code
 
 
 def torchrun(launcher_arguments: Sequence[str], train_arguments: Sequence[str]) -> list[str]:

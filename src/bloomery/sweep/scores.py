@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, final
@@ -17,10 +18,13 @@ from bloomery.data.shards import read_manifest
 from bloomery.evals.statistics import Scores
 from bloomery.monitor.events import read_events
 from bloomery.plan.store import read_plan
+from bloomery.recipe.schema import Recipe
 from bloomery.sweep.store import Score
 from bloomery.view.summary import summary_of
 
 WORKER = "bloomery.sweep.scoring_worker"
+NO_VALIDATION = "no validation set: runs are judged by their held-out loss"
+SET_VALIDATION = "set data.validation=5%"
 LONGEST_SECONDS = 86_400.0  # without any sign of life of an evaluation
 
 
@@ -45,6 +49,32 @@ class Metric:
         return f"task-{self.task.stem}-{digest}"
 
 
+def metric_of(
+    recipes: Sequence[Recipe], kind: str | None = None, task: Path | None = None
+) -> Metric:
+    """What runs of these recipes are judged by. `kind`: what the user has chosen; None: the reward of runs that train
+    with rewards, else the loss. Raises UserError (code 2) where the runs cannot have it.
+    """
+    has_rewards = all(recipe.objective.spec.loss_unit == "completion" for recipe in recipes)
+    if task is not None and kind not in (None, "task"):
+        problem = f"--task and --metric {kind} exclude each other"
+        raise UserError(problem, where="--task", fix="use one of them", code=2)
+    if kind == "task" and task is None:
+        fix = "add --task FILE, as for `bloomery eval`"
+        raise UserError("--metric task needs a task file", where="--metric", fix=fix, code=2)
+    if kind == "reward" and not has_rewards:
+        problem = "a run of this recipe does not train with rewards"
+        fix = "use --metric eval.loss, or --task FILE"
+        raise UserError(problem, where="--metric", fix=fix, code=2)
+    if task is not None:
+        return Metric("task", task)
+    metric = Metric("reward" if has_rewards and kind != "eval.loss" else "eval.loss")
+    for recipe in recipes:
+        if metric.kind == "eval.loss" and recipe.data.validation == 0:
+            raise UserError(NO_VALIDATION, where="data.validation", fix=SET_VALIDATION, code=2)
+    return metric
+
+
 def judge(
     folder: RunFolder, metric: Metric, *, step: str = "best", devices: str | None = None
 ) -> Score:
@@ -58,8 +88,7 @@ def judge(
     manifest = read_manifest(plan.data.prepared)
     is_loss = metric.kind == "eval.loss"
     if is_loss and not manifest.validation.tokens:
-        problem = "no validation set: the runs of a sweep are ranked by held-out loss"
-        raise UserError(problem, where="data.validation", fix="set data.validation=5%", code=2)
+        raise UserError(NO_VALIDATION, where="data.validation", fix=SET_VALIDATION, code=2)
     if is_loss and (plan.objective.spec.loss_unit != "token" or manifest.has_pictures):
         return _own_evaluation(folder, step)
     job = {
