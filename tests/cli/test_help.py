@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 import bloomery.cli
-from bloomery.cli import COMMANDS, cli, main
+from bloomery.cli import COMMANDS, GROUPS, cli, main
 from bloomery.cli.common import print_json
 from bloomery.core.errors import UserError
 from bloomery.core.run_folder import find_run
@@ -41,7 +41,19 @@ def test_help_imports_nothing_heavy():
     )
     loaded = json.loads(done.stdout.splitlines()[-1])
     assert [name for name in HEAVY if name in loaded] == []
-    assert "Commands:" in done.stdout
+    assert "Train:" in done.stdout
+
+
+def test_help_has_every_command_in_one_section():
+    assert sorted(name for names in GROUPS.values() for name in names) == sorted(COMMANDS)
+    page = CliRunner().invoke(cli, ["--help"]).output
+    for group, names in GROUPS.items():
+        section = page.partition(f"\n{group}:\n")[2].partition("\n\n")[0].splitlines()
+        assert [line.split()[0] for line in section] == list(names)
+        assert [line.split(maxsplit=1)[1] for line in section] == [
+            COMMANDS[name][1] for name in names
+        ]
+    assert max(map(len, page.splitlines())) < 80
 
 
 @pytest.mark.parametrize("verb", [verb for verb in COMMANDS if verb in cli.list_commands(None)])
@@ -50,7 +62,7 @@ def test_every_listed_verb_has_a_help_page(verb):
     assert done.exit_code == 0, done.output
     assert "Usage" in done.output
     assert "Example: bloomery " + verb in done.output or "Example: ssh " in done.output
-    assert max(map(len, done.output.splitlines())) <= 100
+    assert max(map(len, done.output.splitlines())) <= 80  # of a terminal: 78
 
 
 def test_wrong_words(capsys):
@@ -108,7 +120,7 @@ def test_several_devices_without_a_gpu_name_the_flag_that_was_typed(words, capsy
 def test_no_words_at_all_shows_the_help():
     done = bloomery_command()
     assert done.returncode == 2
-    assert "Commands:" in done.stdout + done.stderr
+    assert "Train:" in done.stdout + done.stderr
 
 
 def test_recipes_are_listed_shown_and_copied(tmp_path, capsys, monkeypatch):

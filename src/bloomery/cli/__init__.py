@@ -72,6 +72,16 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
 }
 
+# The sections of --help. Every command is in one of them.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "Train": ("plan", "train", "resume", "sweep", "recipes", "demo"),
+    "Data": ("prepare", "tokenizer", "download"),
+    "Watch": ("watch", "runs", "stop", "save", "report", "studio"),
+    "Evaluate and use": ("eval", "generate", "chat", "serve"),
+    "Models": ("export", "import", "convert", "merge", "push"),
+    "Machine": ("doctor", "bench", "slurm", "completion"),
+}
+
 
 @final
 class Commands(click.Group):
@@ -120,8 +130,12 @@ class Commands(click.Group):
         from bloomery.core.plugins import installed_plugins
 
         del ctx
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+        width = max(map(len, COMMANDS)) + 2
+        for group, names in GROUPS.items():
+            with formatter.section(group):
+                # The same column of lines in each section.
+                for name in names:
+                    formatter.write(f"  {name:<{width}}{COMMANDS[name][1]}\n")
         plugins = [
             (plugin.name, f"Of the package {plugin.package}.")
             for plugin in installed_plugins()
@@ -133,7 +147,7 @@ class Commands(click.Group):
 
 
 @click.group(
-    cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+    cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80}
 )
 @click.version_option(__version__, message="bloomery %(version)s")
 @click.option("--debug", is_flag=True, help="Show the Python traceback of an error.")
@@ -143,7 +157,9 @@ def cli(debug: bool) -> None:
     RECIPE is a YAML file or a packaged recipe; `section.key=value` overrides a key. RUN is a path, a name under
     runs/, or `last`. MODEL is a RUN, a Hugging Face folder, a Hub id, or BASE+ADAPTER.
 
+    \b
     Example: bloomery demo
+             bloomery plan --model Qwen/Qwen3-4B --data chats.jsonl --gpu 4090
     """
     del debug  # `main` reads it anywhere on the command line
 

@@ -112,7 +112,7 @@ def command(
              bloomery plan llama3.1-8b-full-8gpu --gpu 8xMI300X
              bloomery plan go-coder-125m --gpu "RTX 3090 + RTX 3060 12GB"
              bloomery plan go-coder-125m --gpu MI300X --simulate
-             bloomery plan --model Qwen/Qwen3-14B --gpu "RX 6700 XT" --host-memory 32GiB
+             bloomery plan --model Qwen/Qwen3-14B --gpu 4070 --host-memory 32GiB
     """
     from bloomery.hardware.specs import named_gpus
 

@@ -84,9 +84,9 @@ def command(
     For `--site skypilot` and `--site kubernetes` a SkyPilot task and a PyTorchJob are printed; you submit them.
 
     \b
-    Example: bloomery slurm recipe.yaml --site frontier --nodes 64 --account ABC123 --dry-run
-             bloomery slurm recipe.yaml --site generic --gpu 8xMI300X --nodes 2 --time 12h
-             bloomery slurm recipe.yaml --site skypilot --gpu 8xH100 --nodes 1 > task.yaml
+    Example: bloomery slurm my.yaml --site frontier --nodes 64 --account ABC123
+             bloomery slurm my.yaml --site generic --gpu 8xMI300X --nodes 2
+             bloomery slurm my.yaml --site skypilot --gpu 8xH100 --nodes 1 > task
     """
     from bloomery.launch.job_script import submit, write_job_script
     from bloomery.plan.checkpoints import planned_save
