@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.monitor.events import is_damaged, stamped_line
-from bloomery.report.rewards import shown_completions
+from bloomery.monitor.events import EventLog, is_damaged, stamped_line
+from bloomery.report import write_report
+from bloomery.report.rewards import ShownTurn, shown_completions, shown_turns
+from runs_for_tests import made_up_run
 
 NAME = "step-00000001.jsonl"
 
@@ -46,7 +48,9 @@ def test_something_else_in_the_place_of_the_folder_has_none(tmp_path: Path, plac
 @pytest.mark.parametrize(
     "value", [10**400, -(10**400), "good", None, True, [1.0], {}, float("nan"), float("inf"), 1e308]
 )
-@pytest.mark.parametrize("key", ["reward", "advantage", "advantages", "rewards", "prompt"])
+@pytest.mark.parametrize(
+    "key", ["reward", "advantage", "advantages", "rewards", "prompt", "messages"]
+)
 def test_an_odd_value_spoils_no_page(tmp_path: Path, key: str, value: object) -> None:
     for odd in (value, [value], {"own": value}):
         write(tmp_path, [*ROWS, row(9, **{key: odd})])
@@ -77,3 +81,43 @@ def test_lines_of_an_earlier_version_have_no_checksum(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     assert not any(map(is_damaged, path.read_bytes().splitlines()))
     assert shown_completions(tmp_path)[0][0] == "step 1, 9 completions"
+
+
+def test_an_episode_is_a_conversation_with_its_calls() -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "assistant", "content": "so", "tool_calls": [call]},
+        {"role": "tool", "name": "add", "content": '{"error": "no b"}'},
+        {"role": "assistant", "content": "done"},
+    ]
+    asked, result, last = shown_turns(messages)
+    assert asked == ShownTurn("assistant", "so", calls=(("add", '{"a": 1}'),))
+    assert result == ShownTurn("tool", '{"error": "no b"}', "add", failed=True)
+    assert last == ShownTurn("assistant", "done")
+
+
+@pytest.mark.parametrize("odd", [None, 7, "x", [], {}, [None], [{"role": "tool"}]])
+def test_messages_that_are_none_spoil_nothing(odd: object) -> None:
+    shown_turns([{"role": "assistant", "content": odd, "tool_calls": odd}, odd])
+    shown_turns([{"role": "assistant", "tool_calls": [odd, {"function": odd}]}])
+    shown_turns(odd)
+
+
+def test_the_page_folds_calls_and_results(tmp_path: Path) -> None:
+    """One conversation in place of the text of the whole episode; markup of a tool stays text."""
+    messages = [
+        {
+            "role": "assistant",
+            "content": "look",
+            "tool_calls": [{"function": {"name": "find", "arguments": "<b>"}}],
+        },
+        {"role": "tool", "name": "find", "content": "<script>"},
+    ]
+    write(tmp_path, [row(0, messages=messages, completion="WHOLE"), row(1, completion="PLAIN")])
+    with EventLog(tmp_path / "events.jsonl") as log:
+        for event in made_up_run():
+            log(event)
+    page = write_report(tmp_path).read_text()
+    assert "<summary>calls find</summary><pre>&lt;b&gt;</pre>" in page
+    assert "<summary>find answers</summary><pre>&lt;script&gt;</pre>" in page
+    assert "PLAIN" in page and "WHOLE" not in page

@@ -120,7 +120,7 @@ def test_groups_are_chosen_in_their_order():
         numbers = [start + index for index in range(count)]
         texts = [Completion(index, number) for index in range(count) for number in range(2)]
         scored = ScoredCompletions({f"r{start}": list(totals)}, totals, ())
-        groups.add(numbers, [f"p{number}" for number in numbers], texts, scored)
+        groups.add(numbers, [f"p{number}" for number in numbers], texts, scored, totals)
     assert groups.with_variance() == [1, 4]
     assert groups.chosen(1) == [1] and groups.chosen(3) == [0, 1, 4]
     three = groups.only(groups.chosen(3))
@@ -128,6 +128,7 @@ def test_groups_are_chosen_in_their_order():
     assert [(text.prompt, text.number) for text in three.completions] == [
         (0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)
     ]  # fmt: skip
+    assert three.totals == three.scored.totals
     assert three.scored.totals == (1.0, 1.0, 0.0, 1.0, 3.0, 1.0)
     assert three.scored.by_name == {
         "r0": [1.0, 1.0, 0.0, 1.0, None, None],

@@ -1,12 +1,14 @@
 """Tools that write where they should not, and environments whose rewards are no numbers."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 from test_tool_functions import call, plan
 
 from bloomery.core.errors import UserError
+from bloomery.core.units import Duration
 from bloomery.train.rl.tools import Tools
 
 FILE = '''
@@ -48,6 +50,23 @@ def flood():
 def close_all():
     """Close every descriptor."""
     os.closerange(0, 1000)
+
+
+def raise_limit(program: bool):
+    """Raise the limit of memory, here or in a program, and take 2 GiB."""
+    import resource, subprocess, sys
+    if program:
+        done = subprocess.run([sys.executable, "-c", TAKE], capture_output=True, text=True)
+        return done.stdout or done.stderr[-300:]
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return str(len(bytearray(2 * 2**30)))
+
+
+TAKE = """
+import resource
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+print(len(bytearray(2 * 2**30)))
+"""
 
 
 class Rewarded:
@@ -117,3 +136,23 @@ def test_a_reward_is_a_number(file, kind):
             return
         with pytest.raises(UserError, match=NO_REWARDS[kind]):
             tools.rewards([0])
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits of Linux")
+@pytest.mark.parametrize("program", [False, True])
+def test_a_tool_cannot_raise_its_limit_of_memory(file, program):
+    """Root could, which tests may run as."""
+    with Tools(plan(file, "add", "raise_limit", timeout=Duration(20.0, "seconds"))) as tools:
+        tools.reset({0: (0, {})})
+        calls = [
+            call("raise_limit", json.dumps({"program": program})),
+            call("add", '{"a": 1, "b": 2}'),
+        ]
+        results = tools.call({0: calls})[0]
+    assert str(2 * 2**30) not in results[0].text
+    assert (
+        "not allowed" in results[0].text
+        or "exceed" in results[0].text
+        or "memory" in results[0].text
+    )
+    assert results[1].text == "3"

@@ -191,6 +191,7 @@ def resolve(loaded_recipe: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: 
         checkpoint=checkpoints.value,
         eval=EvalPlan(
             every_steps=eval_steps,
+            on_start=recipe.eval.on_start,
             sequences=lengths.evaluation_sequences(
                 eval_steps, scale, tokens=_number(recipe.eval.tokens)
             ),

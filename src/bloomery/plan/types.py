@@ -392,6 +392,7 @@ class EvalPlan(PlanPart):
     """`every_steps`: None turns evaluation off. `sequences`: of the validation set, at most."""
 
     every_steps: PositiveInt | None
+    on_start: bool = False
     sequences: int | None = None
     early_stopping_patience: int | None
     micro_batch_size: PositiveInt

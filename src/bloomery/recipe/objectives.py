@@ -245,6 +245,28 @@ class GroupRollouts(TaughtByDivergence, RewardedRollouts):
     max_resample_times: PositiveInt = key(
         3, "dynamic_sampling: rounds of further prompts; groups of one reward fill what is missing."
     )
+    oversampling: Annotated[float, Field(ge=1.0, le=8.0)] = key(
+        1.0,
+        "Prompts sampled per prompt trained on; those whose completions differ in reward come first.",
+    )
+    easy_prompts: Literal["keep", "defer", "drop"] = key(
+        "keep",
+        "Prompts that are always right: keep them, leave them out for 1, 2, 4 ... epochs (defer), or for good (drop).",
+    )
+    hard_prompts: Literal["keep", "defer", "drop"] = key(
+        "keep", "Prompts that are always wrong: as easy_prompts."
+    )
+    easy_threshold: float = key(
+        1.0, "easy_prompts: reward that every completion of such a prompt reaches."
+    )
+    hard_threshold: float = key(
+        0.0, "hard_prompts: reward that no completion of such a prompt exceeds."
+    )
+    reward_control: Literal["none", "random", "shuffled"] = key(
+        "none",
+        "A control: trains on coin flips (random), or on the rewards of other completions (shuffled), and reports the"
+        " real ones.",
+    )
     teacher_kl_coef: NonNegativeFloat = key(
         1.0, "With a teacher: weight of the divergence from it, a mean over tokens."
     )

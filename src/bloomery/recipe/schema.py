@@ -689,6 +689,7 @@ class Eval(Section):
     every: Literal["none"] | Length = key(
         Duration(12.5, "percent"), "Interval between evaluations; none: off."
     )
+    on_start: bool = key(False, "Evaluate before the first step, too: the model as it begins.")
     tokens: Auto | Count = key("auto", "Tokens of the validation set per evaluation.")
     early_stopping_patience: Literal["none"] | PositiveInt = key(
         "none", "Evaluations without a lower loss after which the run ends; none: off."

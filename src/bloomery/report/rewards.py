@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Literal, final
 
 from markupsafe import Markup
 
@@ -25,6 +25,7 @@ from bloomery.report.record import RunRecord
 
 MOST_BYTES = 64 * 2**20  # of a file of completions that the page reads
 SHOWN_CHARACTERS = 1200  # of a prompt or a completion
+SHOWN_TURNS = 50  # of an episode, and calls of a turn
 SHOWN_REWARDS = 50  # of a completion
 
 # Charts of several metrics: the title, the unit, and the metrics with the names of their lines.
@@ -49,6 +50,23 @@ GROUPS: tuple[tuple[str, str, Mapping[str, str]], ...] = (
         "share whose completions all have one reward",
         {"frac_reward_zero_std": "share"},
     ),
+    (
+        "Prompts of a rollout",
+        "prompts",
+        {
+            "prompts/sampled": "sampled",
+            "prompts/without_variance": "whose completions have one reward",
+            "prompts/filled": "of them trained on",
+            "prompts/easy": "always right",
+            "prompts/hard": "always wrong",
+            "prompts/skipped": "passed over",
+        },
+    ),
+    ("Rounds of further prompts", "of a rollout", {"prompts/rounds": "rounds"}),
+    ("Prompts left out", "share of the dataset", {"prompts/left_out": "share"}),
+    ("Turns of an episode", "answers of the model", {"tools/turns": "mean"}),
+    ("Tool calls", "of an episode", {"tools/call_frequency": "mean"}),
+    ("Tool errors", "share of the calls", {"tools/failure_frequency": "share"}),
     ("Spread of rewards", "standard deviation within a prompt", {"reward_std": "spread"}),
     ("Entropy", "nats per token", {"entropy": "of the model's distribution"}),
     ("KL divergence", "nats per token, from the reference model", {"kl": "training"}),
@@ -139,8 +157,22 @@ METRIC_UNITS = {
 
 
 @dataclass(frozen=True)
+class ShownTurn:
+    """A turn of an episode on the page: an answer with the tools that it calls, or the result of the tool `name`.
+
+    `calls`: of each the name, and its arguments.
+    """
+
+    role: Literal["assistant", "tool"]
+    text: str
+    name: str = ""
+    calls: tuple[tuple[str, str], ...] = ()
+    failed: bool = False
+
+
+@dataclass(frozen=True)
 class ShownCompletion:
-    """A completion on the page. `role`: best, middle or worst of its rollout."""
+    """A completion on the page. `role`: best, middle or worst of its rollout. `turns`: of an episode; else none."""
 
     role: str
     prompt: str
@@ -149,6 +181,7 @@ class ShownCompletion:
     rewards: str
     advantage: str
     ended: bool
+    turns: tuple[ShownTurn, ...] = ()
     pictures: tuple[Shown, ...] = ()
 
 
@@ -347,7 +380,40 @@ def _shown(role: str, row: Mapping[str, Any]) -> ShownCompletion:
         ),
         advantage=_number(_advantage_of(row), sign="+"),
         ended=not row.get("truncated"),
+        turns=shown_turns(row.get("messages")),
     )
+
+
+def shown_turns(messages: object) -> tuple[ShownTurn, ...]:
+    """Of the messages of an episode, as a line of completions/ has them; what is no message is left out."""
+    turns = []
+    for message in islice(messages, SHOWN_TURNS) if isinstance(messages, list) else ():
+        if not isinstance(message, dict) or message.get("role") not in ("assistant", "tool"):
+            continue
+        text = message.get("content")
+        text = _cut(text) if isinstance(text, str) else ""
+        if message["role"] == "tool":
+            failed = text.startswith('{"error":')
+            turns.append(ShownTurn("tool", text, _cut(str(message.get("name", ""))), failed=failed))
+            continue
+        calls = message.get("tool_calls")
+        turns.append(
+            ShownTurn(
+                "assistant",
+                text,
+                calls=tuple(map(_shown_call, islice(calls, SHOWN_TURNS)))
+                if isinstance(calls, list)
+                else (),
+            )
+        )
+    return tuple(turns)
+
+
+def _shown_call(call: object) -> tuple[str, str]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return "", ""
+    return _cut(str(function.get("name", ""))), _cut(str(function.get("arguments", "")))
 
 
 def _advantage_of(row: Mapping[str, Any]) -> object:

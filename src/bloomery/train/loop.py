@@ -15,7 +15,7 @@ from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.types import RunPlan
 from bloomery.train.batch_source import StepBatches
 from bloomery.train.context import RunContext
-from bloomery.train.evaluation.evaluation import evaluate_and_sample
+from bloomery.train.evaluation.evaluation import evaluate_and_sample, evaluate_start
 from bloomery.train.failures import Stopped, TimeIsUp
 from bloomery.train.optim.schedules import planned_lr_scale
 from bloomery.train.recover import (
@@ -124,6 +124,8 @@ def take_steps(
             # An evaluation that a stop interrupted is repeated before the first step.
             if context.state.progress.eval_due and not context.finished:
                 after_step(context, action)
+            if context.plan.eval.on_start and context.step == 0:
+                evaluate_start(context)
             while not context.finished:
                 if stop():
                     return "stopped"

@@ -52,6 +52,7 @@ from bloomery.train.step import LossScale, ModelAndOptimizer
 
 OPTIMIZER = "optimizer"
 VALUES = "value_head"  # the part with PPO's value head, which no exported model has
+PROMPTS = "prompts"  # the part with the prompts that are left out
 ROLLOUT = "rollout"  # the part with completions that are still to be trained on
 TRAINED = "trained"  # the part with the trained weights, where the model is their average
 
@@ -143,6 +144,7 @@ class TrainState:
             **self.checkpointed_model.resume_parts(),
             **trained,
             **({} if rollout is None else {ROLLOUT: rollout.tensors()}),
+            **({PROMPTS: prompts} if (prompts := self.prompt_history.tensors()) else {}),
             **self._value_head_part,
             OPTIMIZER: self.optimizer.named_tensors(),
         }
@@ -190,7 +192,10 @@ class TrainState:
             "torch": torch.__version__,
             "base": None if self.base is None else asdict(self.base),
             "rollout": None if rollout is None else rollout.scalars(),
-            "prompts": self.prompt_history.scalars(),
+            "prompts": {
+                **self.prompt_history.scalars(),
+                "num_left_out": len(self.prompt_history.left_out),
+            },
             **self.checkpointed_model.resume_scalars(),
         }
 
@@ -469,7 +474,11 @@ def _restore_checkpoint(state: TrainState, folder: Path, *, non_finite_counts: b
         state.model_and_optimizer.loss_scale = LossScale(**saved_state["loss_scale"])
     state.cursor = Cursor(**saved_state["cursor"])
     state.progress = RunProgress.of(saved_state["progress"])
-    state.prompt_history = PromptHistory.of(saved_state.get("prompts"))
+    prompt_scalars = saved_state.get("prompts")
+    has_left_out = prompt_scalars is not None and prompt_scalars.get("num_left_out", 0) > 0
+    state.prompt_history = PromptHistory.of(
+        read_part(folder, PROMPTS) if has_left_out else {}, prompt_scalars
+    )
     state.rollout = None
     if (rollout_scalars := saved_state.get("rollout")) is not None:
         state.rollout = Rollout.of(read_part(folder, ROLLOUT), rollout_scalars)

@@ -263,12 +263,14 @@ def _reward_figures(summary: RunSummary) -> list[tuple[str, str]]:
     length = "" if mean_length is None else f"{mean_length:,.0f} tokens"
     if length and clipped is not None:
         length += f", {clipped:.0%} not ended"
+    left_out = metrics.get("prompts/left_out")
     share = summary.sampling_share
     entropy = summary.last_step.metrics.get("entropy") if summary.last_step is not None else None
     return [
         ("reward", reward),
         ("length", length),
         ("entropy", "" if entropy is None else f"{entropy:.3f} nats per token"),
+        ("prompts", "" if left_out is None else f"{left_out:.0%} of the dataset left out"),
         ("rollouts", "" if share is None else f"{share:.0%} of step time"),
     ]
 

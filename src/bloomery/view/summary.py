@@ -290,11 +290,11 @@ class RunSummary:
 
     @property
     def best(self) -> EvalDone | None:
-        """The evaluation with the lowest loss, the first of equals; None without a finite loss.
+        """The evaluation with the lowest loss, the first of equals, but that of the start; None without a finite loss.
 
         Of a folder it is that of the best checkpoint: a killed run may have evaluated without saving.
         """
-        finite = [e for e in self.evaluations.values() if e.loss is not None]
+        finite = [e for e in self.evaluations.values() if e.loss is not None and e.step > 0]
         saved = next((e for e in finite if e.step == self.best_saved), None)
         if saved is not None:
             return saved

@@ -182,6 +182,15 @@ def complete_batches(
         yield from objective.before(model, [batch])
 
 
+def evaluate_start(context: RunContext) -> None:
+    """Evaluate the model as it begins, as the measure of what training changes. It is never the best one: no checkpoint
+    has it. Raises Stopped.
+    """
+    result = evaluate_validation(context, context.plan.eval.sequences)
+    if result is not None:
+        context.emit(result.event(context.step))
+
+
 def evaluate_and_sample(context: RunContext) -> None:
     """Evaluate and sample, once per step, without changing the RNG states of training.
 

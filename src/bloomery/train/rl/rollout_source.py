@@ -5,10 +5,11 @@ Everything in it is keyed by the run's seed and the number of the prompt, so tha
 uninterrupted one samples; a rollout that a checkpoint interrupts is a part of the checkpoint.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, final
 
@@ -37,9 +38,10 @@ from bloomery.train.objectives.build import Scoring, on_policy_head, policy_scor
 from bloomery.train.objectives.distillation import OwnTeacherPass, TeacherPlan, load_teacher
 from bloomery.train.rl.advantages import Advantages, advantages_of
 from bloomery.train.rl.episodes import EpisodeSampler
-from bloomery.train.rl.groups import SampledGroups
+from bloomery.train.rl.groups import SampledGroups, control_totals
 from bloomery.train.rl.policy_loss import COMPLETIONS_PER_TOKEN, mean_of
 from bloomery.train.rl.policy_scores import PolicyScores
+from bloomery.train.rl.prompt_choice import PromptChoice
 from bloomery.train.rl.prompt_history import PromptCounts
 from bloomery.train.rl.reward_files import changed_rewards
 from bloomery.train.rl.reward_models import RewardModels
@@ -53,19 +55,22 @@ from bloomery.train.rl.teacher_prompts import TeacherPrompts
 from bloomery.train.state import TrainState
 
 REPORT_SECONDS = 1.0
+CONTROLS = {"random": "coin flips", "shuffled": "the rewards of other completions"}
+ALL_LEFT_OUT = "every prompt has been always right or always wrong: all of them are sampled again"
 HELD_OUT = 2**63  # in keys of random numbers: the prompts of training have smaller numbers
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSettings:
-    """How completions are sampled and trained on. `max_resample_times`: rounds of dynamic sampling; 0: none."""
+    """How completions are sampled and trained on."""
 
     num_generations: int
     sampling: Sampling
     num_iterations: int = 1
     steps_per_generation: int = 1
     mask_truncated: bool = False
-    max_resample_times: int = 0
+    choice: PromptChoice = field(default_factory=PromptChoice)
+    reward_control: Literal["none", "random", "shuffled"] = "none"
     entropy_bonus: bool = False
     shown: Literal["none", "shown", "all"] = "shown"
 
@@ -169,6 +174,9 @@ class RolloutSource:
 
     @contextmanager
     def steps(self, plan: RunPlan) -> Iterator[Iterator[StepBatches]]:
+        if (control := self._settings.reward_control) != "none":
+            reason = f"a control: trains on {CONTROLS[control]}, and reports the real rewards"
+            self._emit(Warned(step=self._state.progress.step, reason=reason))
         with (
             self._scorer.started(),
             self._episodes or nullcontext(),
@@ -262,30 +270,48 @@ class RolloutSource:
 
         # 1. Completions with their rewards. Prompts whose completions all have one reward teach nothing: others are
         # sampled in their place, as often as the recipe allows.
+        choice = settings.choice
+        history = self._state.prompt_history.copied()
         sampled = SampledGroups(settings.num_generations)
         counts = PromptCounts()
         seconds = {"rollout": 0.0, "reward": 0.0}
-        missing = num_prompts
-        for number in range(1 + settings.max_resample_times):
-            next_prompt = first_prompt + len(sampled.prompts)
-            self._sample_groups(plan, sampled, next_prompt, missing, seconds)
-            counts.rounds = number
-            if settings.max_resample_times:
-                missing = num_prompts - len(sampled.with_variance())
+        next_prompt = first_prompt
+        missing = math.ceil(num_prompts * choice.oversampling)
+        for round_number in range(1 + choice.max_resample_times):
+            was_out = len(history.left_out)
+            numbers, next_prompt = history.next_numbers(self._prompts, next_prompt, missing)
+            if was_out and not history.left_out:
+                self._emit(Warned(step=step, reason=ALL_LEFT_OUT))
+            self._sample_groups(plan, sampled, numbers, seconds)
+            counts.rounds = round_number
+            missing = 0
+            if choice.prefers_variance:
+                missing = max(0, num_prompts - len(sampled.with_variance()))
             if not missing:
                 break
         metrics = completion_metrics(
             sampled.completions, sampled.scored, num_generations=settings.num_generations
         )
 
-        # 2. Those that are trained on.
+        # 2. Those that are trained on, and what is remembered of all of them.
         groups = sampled
-        if settings.max_resample_times:
+        if choice.prefers_variance:
             groups = sampled.only(sampled.chosen(num_prompts))
+        if choice.is_active:
             counts.sampled = len(sampled.prompts)
+            counts.skipped = next_prompt - first_prompt - counts.sampled
             counts.without_variance = counts.sampled - len(sampled.with_variance())
             counts.filled = missing
+            for group, number in enumerate(sampled.numbers):
+                totals = sampled.of_group(group)
+                counts.easy += choice.is_easy(totals)
+                counts.hard += choice.is_hard(totals)
+                if choice.leaves_out:
+                    history.note(self._prompts, number, choice.treatment(totals))
             metrics |= counts.metrics()
+        if choice.leaves_out:
+            epoch = next_prompt // len(self._prompts)
+            metrics["prompts/left_out"] = history.num_left_out(epoch) / len(self._prompts)
         samples = [
             _sample_of(
                 text,
@@ -303,12 +329,12 @@ class RolloutSource:
         start_time = time.perf_counter()
         judged = self._advantages.judge(
             samples,
-            groups.scored.totals,
+            groups.totals,
             [text.truncated for text in groups.completions],
             num_steps=settings.num_steps,
             shape=MicroBatchShape.of(plan.train, plan.data),
         )
-        rollout = Rollout(step, settings.num_steps, len(sampled.prompts), judged.samples)
+        rollout = Rollout(step, settings.num_steps, next_prompt - first_prompt, judged.samples)
         if self._mesh.first_rank and settings.shown != "none":
             write_completions(
                 self._run_dir,
@@ -319,21 +345,20 @@ class RolloutSource:
                 self._tokenizer,
             )
         seconds["advantages"] = time.perf_counter() - start_time
-        self._state.prompt_history.counts.add(counts)
+        history.counts.add(counts)
+        self._state.prompt_history = history
         return SampledRollout(rollout, {**metrics, **judged.metrics}, seconds)
 
     def _sample_groups(
         self,
         plan: RunPlan,
         groups: SampledGroups,
-        first_prompt: int,
-        count: int,
+        numbers: Sequence[int],
         seconds: dict[str, float],
     ) -> None:
-        """Adds the completions of `count` prompts with their rewards to `groups`, and what it took to `seconds`."""
+        """Adds the completions of these prompts with their rewards to `groups`, and what it took to `seconds`."""
         # 1. Each rank samples the completions of some prompts; then every rank has all of them.
         start_time = time.perf_counter()
-        numbers = [first_prompt + index for index in range(count)]
         prompts = [self._prompts[number] for number in numbers]
         completions = self._sampler.completions(
             plan,
@@ -357,7 +382,9 @@ class RolloutSource:
         reward_seconds = time.perf_counter() - start_time
         self._rewards_are_slow = reward_seconds > REPORT_SECONDS
         seconds["reward"] += reward_seconds
-        groups.add(numbers, prompts, completions, scored)
+        keys = [mix(plan.train.seed, numbers[text.prompt], text.number) for text in completions]
+        totals = control_totals(scored.totals, self._settings.reward_control, keys)
+        groups.add(numbers, prompts, completions, scored, totals)
 
     def _for_teacher(
         self,
@@ -504,9 +531,10 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
             steps_per_generation=objective.steps_per_generation,
             mask_truncated=isinstance(objective, GroupRollouts)
             and objective.mask_truncated_completions,
-            max_resample_times=objective.max_resample_times
-            if isinstance(objective, GroupRollouts) and objective.dynamic_sampling
-            else 0,
+            choice=PromptChoice.of(objective),
+            reward_control=objective.reward_control
+            if isinstance(objective, GroupRollouts)
+            else "none",
             entropy_bonus=isinstance(objective, RewardedRollouts) and objective.entropy_coef > 0,
             shown=plan.logging.completions,
         ),

@@ -28,9 +28,10 @@ from pathlib import Path
 from typing import Any, NoReturn, final
 
 from bloomery.core.child import PR_SET_PDEATHSIG, accept, kill_group, reply, requests
+from bloomery.core.sandbox.limits import limit_memory_for_good
 from bloomery.core.sandbox.network import leave_network
 from bloomery.train.rl.reward_functions import address_space
-from bloomery.train.rl.rewards_worker import Unusable, error_text, limit_memory, named_in_file
+from bloomery.train.rl.rewards_worker import Unusable, error_text, named_in_file
 from bloomery.train.rl.tool_functions import Json, called, failure, methods_of, schema_of
 
 NO_NETWORK = "BLOOMERY_TOOLS_WITHOUT_NETWORK"  # in the environment of this process, which asks before it has threads
@@ -195,7 +196,7 @@ def _play(toolbox: Toolbox, connection: socket.socket, memory: int, worker: int)
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != worker:
             os._exit(1)
-        limit_memory(address_space() + memory)
+        limit_memory_for_good(address_space() + memory)
         environment = None
         tools = toolbox.functions
         answer: Any
