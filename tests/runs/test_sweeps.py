@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from runs_of_bloomery import Bloomery, assert_bitwise_equal, losses, write_workshop
 
-from bloomery.monitor.events import RunEnded, StepDone, read_events
+from bloomery.monitor.events import EvalDone, RunEnded, StepDone, read_events
 from bloomery.sweep.table import read_sweep
 
 SWEEP = ("sweep", "tiny.yaml", "optimizer.learning_rate=1e-2,1e-3", "--json", "--run-dir", "runs/s")
@@ -195,3 +195,46 @@ def ended(run: Path) -> bool:
 def events_of(run: Path) -> list[object]:
     path = run / "events.jsonl"
     return list(read_events(path)) if path.exists() else []
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [
+        (),
+        ("objective={kind: kto}",),
+        ("objective={kind: reward}",),
+        ("adapter={kind: lora, rank: 4}",),
+        pytest.param(("objective={kind: orpo}",), marks=pytest.mark.soak),
+    ],
+    ids=["dpo", "kto", "reward", "dpo-lora", "orpo"],
+)
+def test_losses_per_pair_have_intervals_and_the_figure_of_the_runs_own_evaluation(
+    tmp_path: Path, edits: tuple[str, ...]
+) -> None:
+    write_workshop(tmp_path, "dpo")
+    bloomery = Bloomery(tmp_path)
+    words = ("train.max_steps=4", "eval.every=4 steps", "eval.tokens=100000")
+    done = bloomery.run(*SWEEP[:2], "optimizer.learning_rate=1e-2,1e-3", *SWEEP[3:], *edits, *words)
+    assert done.returncode == 0, done.stderr
+    assert_figures_of_own_evaluations(tmp_path, table(done.stdout)["runs"])
+
+
+@pytest.mark.soak
+def test_conversations_with_pictures_have_intervals_and_the_figure_of_the_runs_own_evaluation(
+    tmp_path: Path,
+) -> None:
+    words = ("train.max_steps=3", "data.validation=20%", "eval.every=3 steps", "eval.tokens=100000")
+    recipe = ("sweep", "qwen3.5-2b-vision-lora-tiny", "optimizer.learning_rate=1e-2,1e-3")
+    done = Bloomery(tmp_path).run(*recipe, *words, "--json", "--run-dir", "runs/s")
+    assert done.returncode == 0, done.stderr
+    assert_figures_of_own_evaluations(tmp_path, table(done.stdout)["runs"])
+
+
+def assert_figures_of_own_evaluations(folder: Path, runs: list[dict[str, object]]) -> None:
+    assert len(runs) == 2
+    for run in runs:
+        events = list(read_events(folder / "runs/s" / run["run"] / "events.jsonl"))
+        evaluated = [event.loss for event in events if isinstance(event, EvalDone)]
+        assert run["metric"] == pytest.approx(min(evaluated), rel=1e-5)
+        low, high = run["interval"]
+        assert low <= run["metric"] <= high and low < high

@@ -81,20 +81,22 @@ def judge(
     """A checkpoint on held-out items: the loss in nats per token of each document of the validation set, the reward
     of a completion of each held-out prompt, or the items of a task that are right.
 
-    A loss per pair or response, and one of conversations with pictures, is the mean that the run's own evaluation
-    found: its items are not known. Raises UserError where the run cannot be judged.
+    A loss per pair or response, and one of conversations with pictures, is that of each packed sequence, by the run's
+    own objective; where one device cannot compute it, the mean that the run's own evaluation found. Raises UserError
+    where the run cannot be judged.
     """
     plan = read_plan(folder.plan)
     manifest = read_manifest(plan.data.prepared)
     is_loss = metric.kind == "eval.loss"
     if is_loss and not manifest.validation.tokens:
         raise UserError(NO_VALIDATION, where="data.validation", fix=SET_VALIDATION, code=2)
-    if is_loss and (plan.objective.spec.loss_unit != "token" or manifest.has_pictures):
+    is_own = is_loss and (plan.objective.spec.loss_unit != "token" or manifest.has_pictures)
+    if is_own and plan.objective.spec.source != "dataset":
         return _own_evaluation(folder, step)
     job = {
         "run": str(folder.path),
         "prepared": str(plan.data.prepared),
-        "metric": metric.kind,
+        "metric": "own" if is_own else metric.kind,
         "task": None if metric.task is None else str(metric.task.absolute()),
         "step": step,
         "devices": devices or "auto",
@@ -122,6 +124,8 @@ def judge(
                 break
             progress(answer["doing"])
 
+    if answer["values"] is None:
+        return _own_evaluation(folder, step)
     values = np.array(answer["values"], np.float64)
     weights = np.array(answer["weights"], np.float64)
     scores = Scores(metric.kind, values, weights)

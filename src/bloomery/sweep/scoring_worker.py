@@ -15,16 +15,23 @@ def main() -> None:
     job = accept()
     try:
         with told_to(lambda text: reply(job, {"doing": text})):
-            scores, step = _scores(job)
+            result = _scores(job)
     except UserError as error:
         reply(job, {"error": [error.problem, error.where, error.fix]})
         return
+    if result is None:
+        reply(job, {"values": None})
+        return
+    scores, step = result
     answer = {"values": scores.values.tolist(), "weights": scores.weights.tolist(), "step": step}
     reply(job, answer)
 
 
-def _scores(job: Message) -> "tuple[Scores, int]":
-    """The scores of the items, and the step of the checkpoint. Raises UserError."""
+def _scores(job: Message) -> "tuple[Scores, int] | None":
+    """The scores of the items, and the step of the checkpoint; None where only the run itself can compute them.
+
+    Raises UserError.
+    """
     from bloomery.runs.chosen_model import chosen_use
 
     use = chosen_use(job["devices"])  # sets the environment, before torch is imported
@@ -33,6 +40,7 @@ def _scores(job: Message) -> "tuple[Scores, int]":
 
         from bloomery.evals.evaluate import load_found
         from bloomery.evals.items import TaskSettings, ask, read_task
+        from bloomery.evals.own_losses import losses_as_trained
         from bloomery.evals.rewards import reward_prompts
         from bloomery.evals.statistics import Scores
         from bloomery.evals.tasks import losses_of_texts
@@ -43,6 +51,9 @@ def _scores(job: Message) -> "tuple[Scores, int]":
     run = Path(job["run"])
     files = find_model(run, job["step"])
     step = int(files.weights.name.rpartition("-")[2])
+    if job["metric"] == "own":
+        own_scores = losses_as_trained(run, files.weights)
+        return None if own_scores is None else (own_scores, step)
     decoder, tokenizer = load_found(files, where=str(run), use=use)
     if job["metric"] == "reward":
         plan = read_plan(run / "plan.json")
