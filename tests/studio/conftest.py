@@ -1,5 +1,6 @@
 """One Chromium for every test of studio, and one studio for those of a file."""
 
+import json
 from collections.abc import Iterator
 from contextlib import chdir
 from pathlib import Path
@@ -32,8 +33,11 @@ def browser(chromium: Browser) -> Browser:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With three runs, two of which have a checkpoint."""
+    """With three runs, two of which have a checkpoint, and two datasets."""
     folder = tmp_path_factory.mktemp("studio")
+    turns = [{"role": "user", "content": "Hi!"}, {"role": "assistant", "content": "Hello."}]
+    (folder / "chats.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 40)
+    (folder / "odd.csv").write_text("id,customer_text,agent_text\n" + "1,Is it hot?,Yes.\n" * 40)
     with chdir(folder):
         make_run(BOLD, end=RunEnded(step=40, status="stopped"))
         # A warning with a word that is wider than a phone.

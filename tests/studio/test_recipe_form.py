@@ -14,7 +14,7 @@ from bloomery.studio.recipe_form import (
     planned,
     sections_of,
     value_text,
-    with_edit,
+    with_edits,
     with_key,
     without_defaults,
     write_recipe,
@@ -74,7 +74,7 @@ def test_another_kind_drops_the_keys_of_the_one_before() -> None:
 
 def test_a_suggestion_of_a_plan_is_an_edit() -> None:
     recipe = recipe_of(
-        with_edit(TEXT, "train.micro_batch_size=1 train.activation_checkpointing=full")
+        with_edits(TEXT, {"train.micro_batch_size": "1", "train.activation_checkpointing": "full"})
     )
     assert recipe.train.micro_batch_size == 1
     assert (
@@ -125,9 +125,11 @@ def test_a_plan_has_lines_and_mistakes_have_their_key() -> None:
     assert good.problem == ""
     assert good.origins["train.epochs"] == "recipe line 4"
     assert any(line.startswith("memory") for line in good.lines)
-    (note,) = good.notes
-    assert re.match(r"data\.path does not exist: .*/corpus; set data\.path", note)
-    assert planned("extends: demo\n", "mine").notes == ()
+    ((key, words),) = good.blockers
+    assert key == "data.path" and re.match("no such file or folder: .*/corpus", words)
+    assert not good.is_startable
+    demo = planned("extends: demo\n", "mine")
+    assert demo.notes == () and demo.is_startable
     bad = planned(TEXT.replace("epochs: 2", "epochs: 2, micro_batch_size: many, foo: 1"), "mine")
     assert bad.problem_at("train.micro_batch_size") == "must be auto or a whole number, not 'many'"
     assert bad.problem_at("train.foo") == "no such key"
@@ -230,7 +232,7 @@ def test_a_new_run_from_a_run_has_the_keys_that_were_set(tmp_path: Path) -> None
     )
     loaded = load_text(text, name="mine", source="recipe")
     complete = dump_recipe(loaded)
-    shorter = without_defaults(complete, "mine")
+    shorter = without_defaults(complete, "mine-20261201")  # a run's folder has a name of its own
     assert load_text(shorter, name="mine", source="recipe").recipe == loaded.recipe
     assert "max_steps: 7" in shorter and "# default" not in shorter
     assert len(shorter.splitlines()) < len(complete.splitlines()) / 2

@@ -49,7 +49,9 @@ def open_page(browser: Browser, studio: str, page: str) -> None:
     if page in ("run", "compare"):
         browser.until("document.querySelectorAll('canvas').length >= 3")
     elif page == "new":
-        shows(browser, "Fits.")
+        fill(browser, "Model", "HuggingFaceTB/SmolLM2-135M-Instruct")
+        fill(browser, "Dataset", "chats.jsonl")
+        shows(browser, "bloomery train smollm2-135m-instruct-lora.yaml")
     elif page == "machine":
         shows(browser, "Utilization")
 
@@ -216,11 +218,21 @@ def test_what_opens_on_a_page_fits_and_has_no_serious_fault(
     check("delete")
 
     open_page(browser, studio, "new")
+    browser.click("document.querySelector('[aria-label=Model]')")
+    shows(browser, "Packaged recipes")
+    check("models to choose from")
     fill(browser, "Model", "gpt2")
+    shows(browser, "124 M parameters")
     fill(browser, "Dataset", "absent.jsonl")
-    click(browser, "Make a recipe")
     shows(browser, "no such file or folder")
     check("error")
+    fill(browser, "Dataset", "odd.csv")
+    shows(browser, "These are likeliest")
+    check("columns")
+    click(browser, "Use these columns")
+    shows(browser, "bloomery train gpt2-lora.yaml")
+    check("plan")
+    click(browser, "All settings", kinds=".q-expansion-item .q-item")
     fill(browser, "micro_batch_size", "many")
     shows(browser, "must be auto or a whole number")
     check("mistake")

@@ -41,12 +41,12 @@ def test_a_run_from_the_page_survives_the_studio_and_is_stopped_and_resumed(
     try:
         browser.open(f"{url}?token={TOKEN}")
         browser.open(f"{url}new")
-        shows(browser, "Fits.")
+        shows(browser, "Choose a model and your data.")
+        click(browser, "All settings", kinds=".q-expansion-item .q-item")
         click(browser, "YAML")
         browser.until("!!document.querySelector('.cm-content')")
         browser.value("document.querySelector('.cm-content').focus()")
-        browser.write("extends: tiny.yaml\n# ")  # what was there becomes a comment
-        shows(browser, "Llama architecture")
+        browser.write("extends: tiny.yaml\n")
         click(browser, "Start")
         browser.until("location.pathname.startsWith('/run/')", PATIENCE)
         browser.until("document.querySelectorAll('canvas').length >= 5", PATIENCE)

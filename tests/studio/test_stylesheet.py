@@ -39,7 +39,7 @@ def test_the_classes_of_the_pages_are_those_of_the_stylesheets() -> None:
     offered = {name for text in texts_in(components) for name in text.split()}
     own = classes_of(STYLESHEET)
     # One of each kind of place, so that none is overlooked.
-    assert {"studio-name", "md:hidden", "font-bold", "q-ml-sm", "text-weight-medium"} <= named
+    assert {"studio-name", "md:hidden", "q-ml-sm", "text-weight-medium"} <= named
     assert "whitespace-pre-wrap" in named
     assert named - own - classes_of_quasar() == set()
     of_others = {name for name in own if name.startswith(("q-", "nicegui-", "body--"))}

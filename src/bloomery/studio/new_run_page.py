@@ -1,161 +1,257 @@
-"""The page that makes a run: choose a recipe, change it as a form or as YAML, read its plan, start it."""
+"""The page that makes a run: three questions, and beside them whether it fits, how long it takes, and Start."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, final
 
 from nicegui import ui
 
-from bloomery.core.errors import UserError, system_errors_worded
+from bloomery.core.errors import UserError
 from bloomery.core.files import read_whole
 from bloomery.core.run_folder import propose_folder
 from bloomery.core.text import harmless
-from bloomery.plan.made import made_recipe
-from bloomery.recipe.load import packaged
+from bloomery.facts.rates import rate_text
 from bloomery.studio.commands import Commands
+from bloomery.studio.components import choice, heading, note, text
+from bloomery.studio.data_choices import PURPOSES, data_here, described
 from bloomery.studio.frame import CommandView, notify, page, update_every
+from bloomery.studio.model_choices import (
+    Choice,
+    first_choices,
+    models_here,
+    recent_answers,
+    recipe_choices,
+)
+from bloomery.studio.picker import Group, Picker
+from bloomery.studio.plan_panel import PlanPanel, command_line
+from bloomery.studio.recipe_answers import (
+    Answered,
+    Answers,
+    answered,
+    answers_of,
+    question_of,
+    sentence_of_plan,
+)
 from bloomery.studio.recipe_form import (
-    SOURCE,
     FormField,
-    FormSection,
     Planned,
+    inherited_keys,
     planned,
-    sections_of,
+    proposed_path,
     value_at,
     value_text,
-    with_edit,
-    with_key,
+    with_edits,
     without_defaults,
     write_recipe,
 )
+from bloomery.studio.settings_form import SettingsForm, show_mistake
 from bloomery.studio.watching import Watching, address_of
 
 TYPING_SECONDS = 0.4  # without a key before a plan is made
-OPENED = ("data", "train")  # sections
-FIRST_FIELDS = 8  # of a section, before "more"
-UNSET = "not set"
-FIRST_RECIPE = "go-coder-tiny"
-_THEME = "Quasar.Dark.isActive ? 'githubDark' : 'githubLight'"  # of the editor, an expression
 MOST_CHARACTERS = 100_000  # of a recipe that is planned while it is typed
 TOO_LONG = f"the recipe has more than {MOST_CHARACTERS:,} characters"
+# The settings that matter most: their key, and what they are called.
+FIRST_KEYS = (
+    ("optimizer.learning_rate", "Learning rate"),
+    ("train.epochs", "Epochs"),
+    ("adapter.rank", "LoRA rank"),
+    ("data.sequence_length", "Length"),
+    ("train.batch_size", "Batch"),
+)
 
 
 async def new_run_page(watching: Watching, commands: Commands, run: str = "") -> None:
     """`run`: the name of a run whose recipe it begins with."""
     with page("New run", "/new"):
-        ui.label("New run").classes("text-xl font-semibold").props("role=heading aria-level=1")
-        text = ""
+        with heading(
+            "New run", "Three questions. Everything else has a default that you can change."
+        ):
+            pass
+        text_of_run, complete_text = "", ""
         if run:
             try:
                 content = read_whole(watching.run(run).reader.folder / "recipe.yaml")
-                text = without_defaults(content.decode("utf-8", errors="replace"), run)
-                ui.label(f"with the recipe of {harmless(run)}")
+                complete_text = content.decode("utf-8", errors="replace")
+                text_of_run = without_defaults(complete_text, run)
+                note(f"It begins with the recipe of {harmless(run)}.")
             except (UserError, OSError) as error:
                 problem = error.problem if isinstance(error, UserError) else error.strerror
-                ui.label(harmless(f"error: {problem}")).classes("text-negative")
-        view = NewRun(commands, None if text else FIRST_RECIPE)
-        if text:
-            await view.use(text, run)
-        else:
-            await view.use(f"extends: {FIRST_RECIPE}\n", FIRST_RECIPE)
+                note(harmless(f"error: {problem}"), "bad")
+        view = NewRun(commands)
+        view.show()
+        if text_of_run:
+            await view.use(text_of_run, run, inherited_keys(complete_text))
+        await view.offer()
 
 
 @final
 class NewRun:
-    """Mutable: one open page with a recipe that is not a run yet."""
+    """Mutable: one open page with a recipe that is not a run yet.
 
-    def __init__(self, commands: Commands, packaged_recipe: str | None) -> None:
+    The recipe is made of the answers, and then of `_edits`; or it is a text of its own, from a run or typed as YAML,
+    which answers change.
+    """
+
+    def __init__(self, commands: Commands) -> None:
         self.commands = commands
+        self.answers = Answers()
+        self.answered = Answered()
         self.text = ""
         self.name = "recipe"
         self.planned = Planned()
-        self._version = 0  # of the text
-        self._inputs: dict[str, tuple[FormField, Any]] = {}
-        self._filled: dict[str, str] = {}  # the last value of each input
-        self._folds: dict[str, tuple[ui.expansion, ...]] = {}  # that hide an input
-        self._mistakes: dict[str, str] = {}  # by key
+        self._own_text = False
+        self._edits: dict[str, str] = {}  # values by key, on top of what the answers make
+        self._inherited: frozenset[str] = frozenset()
         self._refused: dict[str, str] = {}  # by key: why the value of its input is not in the text
+        self._folder = Path()  # of the run that Start would make
+        self._named = ""  # the recipe's name that is in it
+        self._version = 0  # of the text
         self._num_changes = 0  # that are being made or planned
         self._is_settled = asyncio.Event()
         self._is_settled.set()
-        self._kinds: tuple[str, ...] = ()
-        self._chooser(packaged_recipe)
-        with ui.element("div").classes("w-full grid gap-6 grid-cols-1 lg:grid-cols-[5fr_7fr]"):
-            with ui.column().classes("w-full min-w-0 gap-2"):
-                with ui.tabs().props("dense no-caps align=left") as tabs:
-                    form_tab = ui.tab("Form")
-                    yaml_tab = ui.tab("YAML")
-                with ui.tab_panels(tabs, value=form_tab).classes("w-full"):
-                    with ui.tab_panel(form_tab).classes("p-0"):
-                        self._form = ui.column().classes("w-full gap-1")
-                    with ui.tab_panel(yaml_tab).classes("p-0"):
-                        self._editor = ui.codemirror(
-                            "", language="YAML", line_wrapping=True, on_change=self._on_yaml
-                        ).classes("w-full h-[32rem]")
-                        self._editor.props(remove="theme").props(f':theme="{_THEME}"')
-                # The editor exists in the page once its tab has been opened.
-                tabs.on_value_change(self._name_editor)
-            # The form is long: the plan stays in view, and in a narrow window it comes first.
-            with ui.column().classes(
-                "w-full min-w-0 gap-2 flex-nowrap max-lg:order-first lg:sticky lg:top-14 lg:self-start"
-                " lg:max-h-[calc(100vh-4rem)] lg:overflow-y-auto"
-            ):
-                self._problem = ui.label().classes("studio-text text-negative").props("role=alert")
-                with ui.row().classes("items-center"):
-                    self._start_button = ui.button(
-                        "Start", icon="play_arrow", on_click=self._start
-                    ).props("no-caps")
-                    ui.button(
-                        "Show three examples with their loss mask", on_click=self._preview
-                    ).props("outline no-caps")
-                self._notes = ui.label().classes("studio-text")
-                self._command = CommandView(commands, "", opened=True)
-                ui.label("Plan").classes("text-lg font-semibold").props("role=heading aria-level=2")
-                self._plan = ui.label().classes("studio-text studio-plan w-full overflow-x-auto")
-                # The arrow keys scroll it.
-                self._plan.props("tabindex=0 role=region aria-label=Plan")
-                self._suggestions = ui.column().classes("w-full gap-1")
-        update_every(1.0, self._command.update)
+        with ui.element("div").classes("two"):
+            with ui.element("div").classes("asks"):
+                self._ask_model()
+                self._ask_data()
+                self._ask_purpose()
+                self._ask_settings()
+            self.panel = PlanPanel(on_start=self._start, on_save=self._save, on_edit=self._apply)
 
-    def _chooser(self, packaged_recipe: str | None) -> None:
-        with ui.row().classes("w-full items-end gap-3"):
-            recipes = ui.select(
-                sorted(packaged()), value=packaged_recipe, label="Packaged recipe", with_input=True
-            ).classes("w-full sm:w-64")
+    # The questions
 
-            async def use_recipe() -> None:
-                if recipes.value is not None:
-                    await self.use(f"extends: {recipes.value}\n", str(recipes.value))
+    def _ask_model(self) -> None:
+        with _question("1", "Which model?", "a folder, a recipe, or a model of the Hub"):
+            self._model = Picker(
+                "Model",
+                "Choose, or type a folder or ORG/NAME",
+                on_answer=self._answer_model,
+                on_open=self._open_models,
+            )
 
-            recipes.on_value_change(use_recipe)
-            ui.label("or").classes("sm:pb-3")
-            model = ui.input("Model", placeholder="folder or Hub id")
-            data = ui.input("Dataset", placeholder="file, folder or hub:ORG/NAME")
-            for field in (model, data):
-                field.classes("w-full sm:w-64")
+    def _ask_data(self) -> None:
+        with _question("2", "Your data", "a file or folder here, or a dataset of the Hub"):
+            self._data = Picker(
+                "Dataset",
+                "Choose, or type a path or hub:ORG/NAME",
+                on_answer=self._answer_data,
+                on_open=self._open_data,
+            )
+            self._columns = ui.element("div").classes("columns")
+            self._preview_button = ui.button(
+                "Show rows as the model reads them", icon="visibility", on_click=self._preview
+            )
+            self._preview_button.props("outline dense no-caps").classes("self-start")
+            self._preview_view = CommandView(self.commands, "", opened=True)
+            update_every(1.0, self._preview_view.update)
 
-            async def use_model() -> None:
-                try:
-                    with system_errors_worded():
-                        made = await asyncio.to_thread(
-                            made_recipe, model.value or "", data.value or None, planning=True
-                        )
-                except UserError as error:
-                    notify(error)
-                    return
-                recipes.value = None
-                await self.use(made.complete_text, made.name)
+    def _ask_purpose(self) -> None:
+        with _question("3", "What should it learn?", "the columns of your data propose it"):
+            self._choices = ui.element("div").classes("choices")
+            self._purpose_mistake = text("", "p", "small bad").props("role=alert")
+            self._reward = ui.element("div").classes("columns")
 
-            ui.button("Make a recipe", on_click=use_model).props("outline no-caps").classes("mb-2")
+    def _ask_settings(self) -> None:
+        with ui.element("section").classes("card"):
+            with ui.element("h2").classes("card-title"):
+                text("Settings")
+                text("what is usual is below each", "small")
+            self._fields = dict[str, Any]()
+            with ui.element("div").classes("fields"):
+                for key, label in FIRST_KEYS:
+                    field = ui.input(label).props("outlined dense stack-label").classes("w-full")
+                    field.without_auto_validation().mark(f"first-{key}")
+                    field.on("change", partial(self._set_first, key))
+                    self._fields[key] = field
+            self._settings = SettingsForm(self._set_field, self._type_text)
 
-    def _name_editor(self) -> None:
-        """For screen readers: the field that is typed into is inside the element."""
-        ui.run_javascript(
-            f"getElement({self._editor.id})?.editorPromise"
-            f".then(view => view.contentDOM.setAttribute('aria-label', 'Recipe as YAML'))"
+    async def offer(self) -> None:
+        """What may be chosen before a list is opened."""
+        self._model.offer((), first_choices())
+        files = await asyncio.to_thread(data_here)
+        self._data.offer((), [Choice(name, name) for name in files[:5]])
+
+    async def _open_models(self) -> None:
+        here = await asyncio.to_thread(models_here)
+        recent, _ = await asyncio.to_thread(recent_answers)
+        recipes = await asyncio.to_thread(recipe_choices)
+        self._model.offer(
+            [
+                Group("In this folder", here, "" if here else "No model folder is here."),
+                Group("Recent", [Choice(name, name) for name in recent]),
+                Group("Packaged recipes, each with its model", recipes),
+            ]
         )
+
+    async def _open_data(self) -> None:
+        names = await asyncio.to_thread(data_here)
+        _, recent = await asyncio.to_thread(recent_answers)
+        others = [Choice(name, name) for name in recent if name not in names]
+        here = [Choice(name, name) for name in names]
+        remark = "" if here else "No dataset is here: JSON Lines, CSV, Parquet or text files."
+        groups = [Group("In this folder", here, remark), Group("Recent", others)]
+        self._data.offer(groups)
+        # What a file holds takes a look into it.
+        for index, name in enumerate(names):
+            here[index] = Choice(name, name, await asyncio.to_thread(described, name))
+        self._data.offer(groups)
+
+    async def _answer_model(self, value: str) -> None:
+        await self._answer(replace(self.answers, model=value), changed="model")
+
+    async def _answer_data(self, value: str) -> None:
+        answers = replace(self.answers, data=value, purpose="", columns={}, reward="")
+        await self._answer(answers, changed="data")
+
+    async def _answer_purpose(self, name: str) -> None:
+        facts = self.answered.facts
+        is_asked = facts is not None and facts.sides is not None
+        columns = {} if is_asked else self.answers.columns
+        await self._answer(replace(self.answers, purpose=name, columns=columns), changed="purpose")
+
+    async def _answer_columns(self, columns: Mapping[str, str]) -> None:
+        purpose = "text" if "text" in columns else "instructions"
+        answers = replace(self.answers, columns=dict(columns), purpose=purpose)
+        await self._answer(answers, changed="columns")
+
+    async def _answer_reward(self, reward: str) -> None:
+        answers = replace(self.answers, purpose="rewards", reward=reward)
+        await self._answer(answers, changed="reward")
+
+    async def _answer(self, answers: Answers, *, changed: str) -> None:
+        """Makes the recipe of the answers, or changes the text that a run or a hand has made, and plans it."""
+        self.answers = answers
+        if answers.is_packaged and changed == "model":
+            self._own_text, self._edits = False, {}
+        own_text = self.text if self._own_text else None
+        with self._changing():
+            self._version += 1
+            version = self._version
+            result = await asyncio.to_thread(
+                answered, answers, dict(self._edits), own_text, changed
+            )
+            if version != self._version:
+                return
+            self.answered = result
+            self._refused = {}
+            if result.text:
+                self.name = result.name if own_text is None else self.name
+                await self._plan_text(result.text, is_typed=False)
+            else:
+                self.text = own_text or ""
+                self.planned = Planned()
+                self.show()
+
+    async def use(self, text: str, name: str, inherited: frozenset[str] = frozenset()) -> None:
+        """Begins with this recipe."""
+        self.name, self._inherited = name, inherited
+        self._own_text = True
+        await self._change(text)
+
+    # The recipe
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -173,26 +269,19 @@ class NewRun:
         while self._num_changes:
             await self._is_settled.wait()
 
-    async def use(self, text: str, name: str) -> None:
-        """Begins with this recipe."""
-        self.name = name
+    async def _type_text(self, text: str) -> None:
         self._refused = {}
-        await self._change(text)
-
-    async def _on_yaml(self) -> None:
-        if self._editor.value == self.text:
-            return
-        self._refused = {}
-        await self._change(self._editor.value or "", is_typed=True)
+        self._own_text, self._edits = True, {}
+        await self._change(text, is_typed=True)
 
     async def _change(self, text: str, *, is_typed: bool = False) -> None:
         """Plans a new text; of several within TYPING_SECONDS the last one alone."""
         with self._changing():
+            self._version += 1
             await self._plan_text(text, is_typed=is_typed)
 
     async def _plan_text(self, text: str, *, is_typed: bool) -> None:
         self.text = text
-        self._version += 1
         version = self._version
         if is_typed:
             await asyncio.sleep(TYPING_SECONDS)
@@ -202,163 +291,241 @@ class NewRun:
             result = Planned(problem=TOO_LONG)
         else:
             result = await asyncio.to_thread(planned, text, self.name)
+            if self._own_text:
+                # The questions show what the text says.
+                answers = answers_of(result.values, self.answers)
+                told = await asyncio.to_thread(answered, answers, {}, text, "")
+                if version == self._version:
+                    self.answers, self.answered = answers, told
         if version == self._version:
             self.planned = result
-            self._show()
+            self.show()
 
-    def _show(self) -> None:
-        """The form, the editor and the plan of the present text."""
-        result = self.planned
-        if self._editor.value != self.text:
-            self._editor.value = self.text
-        if result.values is not None:
-            sections = sections_of(result.values)
-            keys = tuple(field.key for section in sections for field in section.fields)
-            if keys != self._kinds:
-                self._kinds = keys
-                self._build(sections)
-        for key, (field, element) in self._inputs.items():
-            self._fill(key, field, element)
+    async def _set_first(self, key: str) -> None:
+        field = self._fields[key]
+        await self._set(key, str(field.value or ""))
 
-        self._problem.text = "\n".join(
-            filter(None, (result.problem, result.fix and f"fix: {result.fix}"))
-        )
-        self._problem.visible = bool(result.problem)
-        self._start_button.enabled = not result.problem and not self._refused
-        self._start_button.text = (
-            "Start" if result.fits or result.problem else "Start although it does not fit"
-        )
-        if result.lines:
-            self._plan.text = "\n".join(result.lines)
-        self._notes.text = "\n".join(f"note: {note}" for note in result.notes)
-        self._notes.visible = bool(result.notes)
-        # The plan of the last recipe without mistakes stays, as such.
-        self._plan.style(f"opacity: {1 if result.lines else 0.65}")
-        self._suggestions.clear()
-        with self._suggestions:
-            for edit, saves in result.suggestions:
-                with ui.row().classes("items-center no-wrap"):
-                    ui.button(edit, on_click=partial(self._apply, edit)).props(
-                        "outline dense no-caps"
-                    )
-                    ui.label(saves)
+    async def _set_field(self, field: FormField, value: str) -> None:
+        await self._set(field.key, value)
 
-    def _build(self, sections: list[FormSection]) -> None:
-        self._form.clear()
-        self._inputs = {}
-        self._mistakes = {}
-        with self._form:
-            for section in sections:
-                with (
-                    ui.expansion(section.name, caption=section.description)
-                    .classes("w-full")
-                    .props("dense header-class=text-weight-medium") as expansion
-                ):
-                    expansion.value = section.name in OPENED
-                    self._add_fields(section.fields[:FIRST_FIELDS], expansion)
-                    if section.fields[FIRST_FIELDS:]:
-                        with ui.expansion("more").classes("w-full").props("dense") as more:
-                            self._add_fields(section.fields[FIRST_FIELDS:], expansion, more)
-
-    def _add_fields(self, fields: Sequence[FormField], *folds: ui.expansion) -> None:
-        with ui.element("div").classes(
-            "studio-form w-full grid gap-x-4 gap-y-1 grid-cols-1 sm:grid-cols-2"
-        ):
-            for field in fields:
-                self._inputs[field.key] = field, self._input(field)
-                self._folds[field.key] = folds
-
-    def _input(self, field: FormField) -> Any:
-        label = ".".join(field.path[1:])
-
-        # NiceGUI also calls this, later, for a value that the page has set: `_set` knows those.
-        async def change() -> None:
-            await self._set(field, str(element.value or ""))
-
-        element: Any
-        if field.options:
-            options = {option: UNSET if option == "null" else option for option in field.options}
-            element = ui.select(options, label=label, on_change=change)
-        else:
-            element = ui.input(label)
-            element.on("change", change)  # when the field is left, or at Enter
-        element.without_auto_validation()  # it would hide a mistake at the first key
-        element.props(f'dense hint="{_attribute(field.description)}"').classes("w-full").mark(
-            field.key
-        )
-        return element
-
-    def _shown(self, field: FormField) -> str:
-        """The value of a key as its input shows it."""
-        value = value_at(self.planned.values, field.path)
-        if not field.options:
-            return "" if value is None else value_text(value)
-        text = value_text(value)
-        return text if text in field.options else field.options[0]
-
-    def _fill(self, key: str, field: FormField, element: Any) -> None:
-        refusal = self._refused.get(key, "")
-        if self.planned.values is not None and not refusal:
-            text = self._filled[key] = self._shown(field)
-            if element.value != text:
-                element.value = text
-        mistake = refusal or self.planned.problem_at(key)
-        if mistake != self._mistakes.get(key, ""):
-            self._mistakes[key] = mistake
-            element.props(remove="error error-message")
-            if mistake:
-                element.props(f'error error-message="{_attribute(mistake)}"')
-                for fold in self._folds[key]:
-                    fold.open()
-        is_set = self._is_set(field)
-        element.classes(add="font-bold" if is_set else None, remove=None if is_set else "font-bold")
-
-    def _is_set(self, field: FormField) -> bool:
-        """Whether the text has the key, not only what it extends."""
-        return self.planned.origins.get(field.key, "").startswith(SOURCE)
-
-    async def _set(self, field: FormField, value: str) -> None:
-        if value == self._filled.get(field.key):
+    async def _set(self, key: str, value: str) -> None:
+        if value == self._value_at(key) and key not in self._refused:
             return
-        self._filled[field.key] = value
-        if value == "null" and self._is_set(field):
-            value = ""
-        was_refused = self._refused.pop(field.key, None) is not None
+        was_refused = self._refused.pop(key, None) is not None
         try:
-            await self._edit(lambda text: with_key(text, field.path, value))
+            await self._edit({key: value})
         except UserError as error:
             # The recipe keeps its value: the field says so, and nothing starts with another one than it shows.
-            self._refused[field.key] = error.problem
-            self._show()
+            self._refused[key] = error.problem
+            self.show()
         else:
             if was_refused:
-                self._show()
+                self.show()
 
     async def _apply(self, suggestion: str) -> None:
+        edits = dict(word.split("=", 1) for word in suggestion.split())
         try:
-            await self._edit(lambda text: with_edit(text, suggestion))
+            await self._edit(edits)
         except UserError as error:
             notify(error)
 
-    async def _edit(self, edit: Callable[[str], str]) -> None:
+    async def _edit(self, edits: Mapping[str, str]) -> None:
         """In a thread: a long recipe takes seconds, in which other pages are answered. Raises UserError."""
         with self._changing():
             while True:
                 text = self.text
                 if len(text) > MOST_CHARACTERS:
                     raise UserError(TOO_LONG, where=self.name, fix="make it shorter")
-                new_text = await asyncio.to_thread(edit, text)
+                new_text = await asyncio.to_thread(with_edits, text, edits)
                 if text == self.text:  # else another change came before
                     break
+            self._edits |= edits
+            self._inherited -= edits.keys()
             await self._change(new_text)
+
+    def _value_at(self, key: str) -> str:
+        value = value_at(self.planned.values, tuple(key.split(".")))
+        if value in (None, "auto"):
+            return ""
+        if isinstance(value, float):
+            return rate_text(value) if key == "optimizer.learning_rate" else f"{value:g}"
+        return value_text(value)
+
+    # What is shown
+
+    def show(self) -> None:
+        """The questions, the fields and the plan of the present answers."""
+        result, told = self.planned, self.answered
+        mistakes = dict(told.mistakes)
+        for key, words in result.blockers:
+            if key != "data":  # not chosen yet is no mistake
+                mistakes.setdefault(question_of(key, self.answers), words)
+        shows_problem = bool(result.problem)
+        if result.problem and (question := question_of(result.where, self.answers)):
+            mistakes.setdefault(question, sentence_of_plan(result))
+            shows_problem = False
+
+        self._model.fill(self.answers.model)
+        self._model.tell(told.about_model, mistakes.get("model", ""))
+        self._data.fill(self.answers.data)
+        about = told.facts.about if told.facts is not None else told.about_data
+        self._data.tell(about, mistakes.get("data", ""))
+        self._show_columns()
+        self._show_purposes(mistakes.get("purpose", ""))
+        self._show_fields()
+        self._settings.show(result, self.text, self._refused, self._inherited)
+
+        missing = self._missing(mistakes)
+        command = ""
+        if not missing:
+            with suppress(UserError):
+                command = command_line(*self._arguments(str(proposed_path(self.text, result.name))))
+        self._preview_button.visible = not missing
+        shown = result if shows_problem else replace(result, problem="", fix="")
+        self.panel.show(shown, missing=missing, command=command, is_startable=not missing)
+
+    def _missing(self, mistakes: Mapping[str, str]) -> str:
+        """Why nothing can be started, as a sentence; "" where it can."""
+        result = self.planned
+        if self.answered.missing:
+            return self.answered.missing
+        for question, words in (
+            ("model", "Correct the model first."),
+            ("data", "Correct the data first."),
+            ("purpose", "Answer the third question first."),
+        ):
+            if mistakes.get(question):
+                return words
+        if result.problem or self._refused or mistakes:
+            return "Correct the settings first."
+        return "" if result.is_startable else "Choose a model and your data."
+
+    def _show_columns(self) -> None:
+        """Two columns of text without usual names: the page asks which is which."""
+        facts = self.answered.facts
+        self._columns.clear()
+        if facts is None or facts.sides is None:
+            return
+        chosen = self.answers.columns
+        with self._columns:
+            if self.answers.purpose == "text":
+                column = ui.select(
+                    list(facts.texts), value=chosen.get("text", facts.sides[1]), label="Text"
+                ).props("outlined dense")
+                values = {"text": column}
+            else:
+                first, second = facts.sides
+                prompt = chosen.get("instruction", first)
+                response = chosen.get("output", second)
+                values = {
+                    "instruction": ui.select(list(facts.texts), value=prompt, label="Prompt"),
+                    "output": ui.select(list(facts.texts), value=response, label="Response"),
+                }
+                for each in values.values():
+                    each.props("outlined dense")
+            if chosen:
+                # From now on each choice counts at once.
+                for each in values.values():
+                    each.on_value_change(lambda: self._take_columns(values))
+            else:
+                words = (
+                    "No column has a usual name for a prompt or a response. These are likeliest:"
+                )
+                note(words, "warn").move(self._columns, 0)
+                ui.button("Use these columns", on_click=lambda: self._take_columns(values)).props(
+                    "outline dense no-caps"
+                )
+
+    async def _take_columns(self, values: Mapping[str, Any]) -> None:
+        await self._answer_columns({role: str(each.value) for role, each in values.items()})
+
+    def _show_purposes(self, mistake: str) -> None:
+        facts = self.answered.facts
+        chosen = self.answers.purpose or (facts.proposed if facts is not None else "")
+        self._choices.clear()
+        with self._choices:
+            for purpose in PURPOSES:
+                lack = "" if facts is None else facts.lacks.get(purpose.name, "")
+                box = choice(
+                    purpose.title,
+                    lack or purpose.words,
+                    partial(self._answer_purpose, purpose.name),
+                    on=purpose.name == chosen,
+                )
+                box.mark(f"purpose-{purpose.name}")
+                if lack or facts is None:
+                    box.props("disabled")
+        self._purpose_mistake.text = mistake
+        self._purpose_mistake.visible = bool(mistake)
+        self._reward.clear()
+        if chosen == "rewards" and facts is not None and not self._own_text:
+            with self._reward:
+                self._ask_reward(facts.columns)
+
+    def _ask_reward(self, columns: tuple[str, ...]) -> None:
+        """How completions are scored: against a column, or by a function."""
+        options = {
+            f"{{verifier: {kind}, column: {value_text(column)}}}": f"{words} {column}"
+            for column in columns
+            for kind, words in (("exact_match", "exactly"), ("math", "the same number as in"))
+        }
+        reward = self.answers.reward
+        select = ui.select(
+            options, value=reward if reward in options else None, label="Right is what equals"
+        ).props("outlined dense")
+        select.on_value_change(lambda: self._answer_reward(str(select.value)))
+        function = ui.input(
+            "or a function of yours",
+            placeholder="my_rewards.py:score",
+            value=reward.removeprefix("{python: ").removesuffix("}") if "python" in reward else "",
+        ).props("outlined dense")
+        function.on(
+            "change",
+            lambda: self._answer_reward(f"{{python: {value_text(function.value or '')}}}"),
+        )
+
+    def _show_fields(self) -> None:
+        """The first settings: their values, or what the plan chooses for them."""
+        result = self.planned
+        for key, field in self._fields.items():
+            refusal = self._refused.get(key, "")
+            value = self._value_at(key)
+            # What cannot be read stays as it was typed, to be corrected.
+            is_read = result.values is not None or not self.text
+            if not refusal and is_read and field.value != value:
+                field.value = value
+            is_full = value_at(result.values, ("adapter", "kind")) == "none"
+            field.enabled = bool(self.text) and not (key == "adapter.rank" and is_full)
+            field.props(
+                f'placeholder="{result.chosen.get(key, "")}" hint="{result.usual.get(key, "")}"'
+            )
+            show_mistake(field, refusal or result.problem_at(key))
+
+    # Commands
+
+    def _arguments(self, path: str) -> tuple[str, ...]:
+        name = self.planned.name or self.name
+        if self._named != name or self._folder.exists():
+            self._named, self._folder = name, propose_folder(name)
+        folder = self._folder.relative_to(Path.cwd())
+        return ("train", path, "--run-dir", str(folder))
 
     async def _preview(self) -> None:
         await self._settle()
-        self._run(lambda path: ("prepare", path, "--preview", "3"))
+        path = self._write()
+        if path is not None and self._begin(("prepare", str(path), "--preview", "3"), str(path)):
+            self._preview_view.subject = str(path)
+            self._preview_view.update()
+
+    async def _save(self) -> None:
+        await self._settle()
+        path = self._write()
+        if path is not None:
+            ui.notify(f"wrote {harmless(str(path))}")
 
     async def _start(self) -> None:
         """Starts what the page shows: a field that is left by a click of the button is still being planned."""
-        button = self._start_button
+        button = self.panel.start
         if not button.enabled:  # the second click of two
             return
         pressed = button.text
@@ -366,30 +533,40 @@ class NewRun:
         button.props("loading")
         await self._settle()
         button.props(remove="loading")
-        button.enabled = not self.planned.problem and not self._refused
+        self.show()
         # It may say by now that the recipe does not fit, to which nobody has agreed.
         if not button.enabled or button.text != pressed:
             return
-        folder = propose_folder(self.planned.name or self.name)
-        if self._run(lambda path: ("train", path, "--run-dir", str(folder)), subject=folder.name):
+        path = self._write()
+        if path is None:
+            return
+        arguments = self._arguments(str(path))
+        if self._begin(arguments, self._folder.name):
             button.enabled = False
-            ui.navigate.to(address_of(folder.name))
+            ui.navigate.to(address_of(self._folder.name))
 
-    def _run(self, arguments: Any, *, subject: str = "") -> bool:
-        """Writes the recipe into the working folder and starts a command with it."""
+    def _write(self) -> Path | None:
+        """Writes the recipe into the working folder; None where that fails, which is told."""
         try:
-            path = write_recipe(self.text, self.planned.name or self.name)
-            subject = subject or str(path)
-            self.commands.start(*arguments(str(path)), subject=subject)
+            return write_recipe(self.text, self.planned.name or self.name)
+        except UserError as error:
+            notify(error)
+            return None
+
+    def _begin(self, arguments: tuple[str, ...], subject: str) -> bool:
+        try:
+            self.commands.start(*arguments, subject=subject)
         except UserError as error:
             notify(error)
             return False
-        ui.notify(f"wrote {harmless(str(path))}")
-        self._command.subject = subject
-        self._command.update()
         return True
 
 
-def _attribute(text: str) -> str:
-    """For an attribute in quotes, which NiceGUI reads with backslashes as escapes."""
-    return text.replace("\\", "/").replace('"', "'").replace("\n", " ")
+@contextmanager
+def _question(number: str, title: str, remark: str) -> Iterator[None]:
+    with ui.element("section").classes("card"):
+        with ui.element("h2").classes("card-title"):
+            text(number).classes("step").props("aria-hidden=true")
+            text(title)
+            text(remark, "small")
+        yield

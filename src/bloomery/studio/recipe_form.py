@@ -2,7 +2,7 @@
 
 import io
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -14,11 +14,19 @@ from ruamel.yaml.error import YAMLError
 
 from bloomery.core.errors import UserError, of_the_system, system_errors_worded
 from bloomery.core.text import harmless
-from bloomery.plan.notes import plan_notes
+from bloomery.hub import PREFIX, is_hub_id, local_model
+from bloomery.model.io.stored import is_bare
+from bloomery.plan.gather import models_of
+from bloomery.plan.notes import is_dataset_assumed, missing_datasets, plan_notes
 from bloomery.plan.page import page
+from bloomery.plan.reward_code import refuse_missing_reward_files
+from bloomery.plan.types import RunPlan
+from bloomery.random_models import is_random
 from bloomery.recipe.load import dump_recipe, json_schema, load_text
+from bloomery.recipe.schema import Recipe
 from bloomery.recipe.yaml import read_yaml
 from bloomery.runs.devices import planned_report
+from bloomery.studio.plan_picture import PlanPicture, picture_of, planned_values, usual_values
 
 KeyPath = tuple[str, ...]
 _HIDDEN = ("name", "extends", "claims", "rewards")  # keys that are no section: the YAML has them
@@ -53,12 +61,23 @@ class Planned:
     name: str = ""
     fits: bool = False
     lines: tuple[str, ...] = ()
+    picture: PlanPicture | None = None
     suggestions: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()  # what the plan could not read
+    warnings: tuple[str, ...] = ()
+    usual: Mapping[str, str] = field(default_factory=dict)  # by key
+    chosen: Mapping[str, str] = field(default_factory=dict)  # what the plan trains with, by key
+    # Why `train` would end at once, each with the key that it is about.
+    blockers: tuple[tuple[str, str], ...] = ()
     values: Mapping[str, Any] | None = None  # of the whole recipe, with defaults
     origins: Mapping[str, str] = field(default_factory=dict)  # where each key came from
     problem: str = ""
     fix: str = ""
+    where: str = ""  # of the problem, where it is one
+
+    @property
+    def is_startable(self) -> bool:
+        return self.picture is not None and not self.problem and not self.blockers
 
     def problem_at(self, key: str) -> str:
         """The mistake at a key, in the words of the command line."""
@@ -223,10 +242,9 @@ def _unreadable(problem: str, key: str, what: str = "the YAML") -> UserError:
     return UserError(f"{what} cannot be read: {problem}", where=key, fix="correct it first")
 
 
-def with_edit(text: str, edit: str) -> str:
-    """The YAML with suggestions such as "train.micro_batch_size=1 train.activation_checkpointing=full"."""
-    for word in edit.split():
-        key, _, value = word.partition("=")
+def with_edits(text: str, edits: Mapping[str, str]) -> str:
+    """The YAML with several keys changed, each as `with_key` does."""
+    for key, value in edits.items():
         text = with_key(text, tuple(key.split(".")), value)
     return text
 
@@ -256,7 +274,23 @@ def without_defaults(text: str, name: str) -> str:
         ]
     except UserError:  # planning the recipe reports it
         return text
-    return shorter_text if recipes[0] == recipes[1] else text
+    # A run's folder is seldom called as its recipe.
+    whole, shorter = (recipe.model_copy(update={"name": name}) for recipe in recipes)
+    return shorter_text if whole == shorter else text
+
+
+def inherited_keys(complete_text: str) -> frozenset[str]:
+    """The keys of a run's recipe that another recipe or a generated one had set, as their comments say."""
+    keys = set[str]()
+    sections = list[str]()
+    for line in complete_text.splitlines():
+        match = re.match(r"( *)([^\s:#]+):", line)
+        if match is None:
+            continue
+        sections = [*sections[: len(match[1]) // 2], match[2]]
+        if re.search(r"  # (packaged recipe|--model) ", line):
+            keys.add(".".join(sections))
+    return frozenset(keys)
 
 
 def planned(text: str, name: str) -> Planned:
@@ -265,32 +299,51 @@ def planned(text: str, name: str) -> Planned:
         with system_errors_worded():
             loaded_recipe = load_text(text, name=name, source=SOURCE)
     except UserError as error:
-        return Planned(problem=_text_of(error), fix=harmless(error.fix))
-    values = YAML(typ="safe", pure=True).load(dump_recipe(loaded_recipe))
+        return Planned(problem=_text_of(error), fix=harmless(error.fix), where=error.where)
+    recipe = loaded_recipe.recipe
+    parts: dict[str, Any] = {
+        "name": loaded_recipe.name,
+        "values": YAML(typ="safe", pure=True).load(dump_recipe(loaded_recipe)),
+        "origins": loaded_recipe.provenance,
+    }
     try:
         with system_errors_worded():
             report, machine = planned_report(loaded_recipe)
-            notes = tuple(
-                map(harmless, plan_notes(loaded_recipe.recipe, report.plan, is_local=True))
-            )
+            refuse_missing_reward_files(recipe.rewards)
+            plan = report.plan
+            blockers = tuple(_blockers(recipe, plan))
+            told = [words for _, words in blockers]
+            notes = [harmless(note) for note in plan_notes(recipe, plan, is_local=True)]
+            if is_dataset_assumed(recipe):  # the page asks for the data in its own words
+                notes = []
     except UserError as error:
-        return Planned(
-            name=loaded_recipe.name,
-            values=values,
-            origins=loaded_recipe.provenance,
-            problem=_text_of(error),
-            fix=harmless(error.fix),
-        )
+        return Planned(**parts, problem=_text_of(error), fix=harmless(error.fix), where=error.where)
     lines = page(report, machine, source=loaded_recipe.name, commands=[])
     return Planned(
-        name=loaded_recipe.name,
-        fits=report.plan.fits,
+        **parts,
+        fits=plan.fits,
         lines=tuple(harmless(line) for line in lines),
+        picture=picture_of(report, machine),
         suggestions=tuple((each.edit, each.saves) for each in report.suggestions),
-        notes=notes,
-        values=values,
-        origins=loaded_recipe.provenance,
+        notes=tuple(note for note in notes if note not in told),
+        warnings=tuple(map(harmless, report.warnings)),
+        usual=usual_values(recipe, plan),
+        chosen=planned_values(plan),
+        blockers=blockers,
     )
+
+
+def _blockers(recipe: Recipe, plan: RunPlan) -> Iterator[tuple[str, str]]:
+    """Why `train` would end at once, each with the key that it is about."""
+    for name in models_of(recipe):
+        if not is_random(name) and not is_hub_id(name) and is_bare(local_model(name)):
+            yield "model.from", harmless(f"no weights in {name}: `bloomery train` would fail")
+    if is_dataset_assumed(recipe):
+        yield "data", "no dataset is chosen"
+        return
+    for path in missing_datasets(recipe, plan):
+        if not path.startswith(PREFIX):
+            yield "data.path", harmless(f"no such file or folder: {path}")
 
 
 def _text_of(error: UserError) -> str:
@@ -302,21 +355,14 @@ def write_recipe(text: str, name: str) -> Path:
 
     Raises UserError where it cannot be written.
     """
-    try:
-        content = text.encode()
-    except UnicodeEncodeError as error:
-        character = text[error.start]
-        fix = "remove it"
-        raise UserError(
-            f"no file holds the character {character!r}", where=name, fix=fix
-        ) from error
-    for number in range(1, 1000):
-        path = Path(f"{name}.yaml" if number == 1 else f"{name}-{number}.yaml")
+    content = _content(text, name)
+    while True:
+        path = proposed_path(text, name)
         try:
-            if path.is_file() and path.read_bytes() == content:
+            if path.exists():  # with this text
                 return path
             file = path.open("xb")
-        except FileExistsError:
+        except FileExistsError:  # made meanwhile
             continue
         except OSError as error:
             raise _unwritable(path, error) from error
@@ -327,7 +373,27 @@ def write_recipe(text: str, name: str) -> Path:
             path.unlink(missing_ok=True)  # half a recipe is none
             raise _unwritable(path, error) from error
         return path
+
+
+def proposed_path(text: str, name: str) -> Path:
+    """Where `write_recipe` would write: a name that is free, or of a file with this text. Raises UserError."""
+    content = _content(text, name)
+    for number in range(1, 1000):
+        path = Path(f"{name}.yaml" if number == 1 else f"{name}-{number}.yaml")
+        try:
+            if not path.exists() or (path.is_file() and path.read_bytes() == content):
+                return path
+        except OSError as error:
+            raise _unwritable(path, error) from error
     raise UserError("too many recipes of this name", where=name, fix="set `name`")
+
+
+def _content(text: str, name: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        problem = f"no file holds the character {text[error.start]!r}"
+        raise UserError(problem, where=name, fix="remove it") from error
 
 
 def _unwritable(path: Path, error: OSError) -> UserError:

@@ -33,10 +33,8 @@ _TWO_RESPONSES = (
 )
 
 
-def two_texts_fix(names: Sequence[str], row: Mapping[str, Any], *, pretrains: bool) -> str:
-    """The fix for a table with several text columns, none of a usual name: the line that trains on the responses of one
-    to the prompts of the other, and the line that trains on every token of one.
-    """
+def likely_sides(names: Sequence[str], row: Mapping[str, Any]) -> tuple[str, str]:
+    """Of two or more text columns, none of a usual name: the likeliest prompt, and the likeliest response to it."""
     # The longest texts of the first row are likeliest, unless the name says that they describe it.
     candidates = [name for name in names if not _DESCRIPTIONS.fullmatch(name.lower())]
     if len(candidates) < 2:
@@ -44,7 +42,15 @@ def two_texts_fix(names: Sequence[str], row: Mapping[str, Any], *, pretrains: bo
     longest = sorted(candidates, key=lambda name: -len(str(row.get(name, ""))))[:2]
     first, second = (name for name in names if name in longest)
     if _RESPONSES.search(first.lower()) and not _RESPONSES.search(second.lower()):
-        first, second = second, first
+        return second, first
+    return first, second
+
+
+def two_texts_fix(names: Sequence[str], row: Mapping[str, Any], *, pretrains: bool) -> str:
+    """The fix for a table with several text columns, none of a usual name: the line that trains on the responses of one
+    to the prompts of the other, and the line that trains on every token of one.
+    """
+    first, second = likely_sides(names, row)
     columns = shlex.quote(f"{{instruction: {first}, output: {second}}}")
     text_columns = shlex.quote(f"{{text: {second}}}")
     answers = f"data.format=alpaca data.columns={columns} trains on the responses in {second!r}"

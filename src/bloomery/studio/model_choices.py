@@ -1,0 +1,145 @@
+"""The models that a new run may start from: those of this folder, of packaged recipes and of recent runs. No torch."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from bloomery.core.errors import UserError
+from bloomery.core.files import read_whole
+from bloomery.core.run_folder import all_runs
+from bloomery.core.text import harmless
+from bloomery.core.units import format_count
+from bloomery.facts.counting import parameter_count
+from bloomery.facts.families import family_label
+from bloomery.hub import cached_model, is_hub_id
+from bloomery.infer.model_folder import folder_of_step
+from bloomery.model.configs import known_config
+from bloomery.recipe.load import load_recipe, packaged, twins
+from bloomery.recipe.yaml import read_yaml
+from bloomery.studio.stored_models import ADAPTER, stored_models
+
+RECENT_RUNS = 12  # whose models and datasets are offered again
+# The first that a page offers: small models of this year, each with a recipe for one GPU.
+FIRST_RECIPES = ("qwen3.5-2b-lora", "gemma4-e2b-lora", "lfm2.5-1.2b-lora", "smollm3-3b-qlora")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`value`: what is typed for it. `title`: what it is called. `words`: what it is. `problem`: why it is not for
+    training.
+    """
+
+    value: str
+    title: str
+    words: str = ""
+    problem: str = ""
+
+
+@cache
+def recipe_choices() -> tuple[Choice, ...]:
+    """The packaged recipes that train a model, without their small twins: the first line of each says what it does."""
+    small_twins = twins()
+    choices = list[Choice]()
+    for name, path in packaged().items():
+        method, colon, description = _first_line(path).partition(": ")
+        if not colon or name in small_twins or name.startswith("demo"):
+            continue
+        model, _, gpu = description.split(", ")
+        choices.append(Choice(name, model, f"{method}, {gpu} · {name}"))
+    return tuple(choices)
+
+
+def _first_line(path: Path) -> str:
+    return path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ").rstrip(".")
+
+
+def first_choices() -> list[Choice]:
+    """The recipes that a page offers first."""
+    by_name = {choice.value: choice for choice in recipe_choices()}
+    return [by_name[name] for name in FIRST_RECIPES if name in by_name]
+
+
+def models_here() -> list[Choice]:
+    """Model folders and GGUF files of this folder, the newest first; adapters and GGUF with why they train no run."""
+    choices = list[Choice]()
+    for model in stored_models():
+        path = model.model.removeprefix("./")
+        title = path
+        if model.step is not None:
+            path = str(folder_of_step(Path(model.model) / "checkpoints", model.step))
+            best = ", best" if model.is_best else ""
+            title = f"{model.model.removeprefix('runs/')}, step {model.step:,}{best}"
+        problem = ""
+        if model.kind.startswith(ADAPTER):
+            problem = "an adapter: Models merges it into its base"
+        elif not model.kind.startswith("full"):
+            problem = model.kind
+        choices.append(Choice(path, title, model.kind.removeprefix("full, "), problem))
+    for place in (Path(), Path("models"), Path("exports")):
+        if place.is_dir():
+            choices += [
+                Choice(str(file), str(file), "", "GGUF: training needs the folder it was made from")
+                for file in sorted(place.glob("*.gguf"))
+            ]
+    return choices
+
+
+def recent_answers() -> tuple[list[str], list[str]]:
+    """The models and datasets of the newest runs, the newest first."""
+    models, datasets = dict[str, None](), dict[str, None]()
+    for run in reversed(all_runs()[-RECENT_RUNS:]):
+        with suppress(UserError, OSError):
+            text = read_whole(run / "recipe.yaml").decode("utf-8", errors="replace")
+            recipe = read_yaml(text, source=run.name, folder=run).data
+            if isinstance(recipe, dict):
+                for names, section, key in ((models, "model", "from"), (datasets, "data", "path")):
+                    value = (recipe.get(section) or {}).get(key)
+                    if isinstance(value, str):
+                        names[near(value)] = None
+    return list(models), list(datasets)
+
+
+def near(name: str) -> str:
+    """A path below the working folder as it would be typed."""
+    path = Path(name)
+    if path.is_absolute() and path.is_relative_to(Path.cwd()):
+        return str(path.relative_to(Path.cwd()))
+    return name
+
+
+def about_model(name: str) -> str:
+    """What a model is, from files here or the table of known ones: "1.9 B parameters, Qwen3.5". Raises UserError where
+    no such folder exists and the name is no id of the Hub; "" for an id that is not known here.
+    """
+    if name in packaged():
+        recipe = load_recipe(name).recipe
+        start = recipe.model.from_ or recipe.model.preset or recipe.model.family or ""
+        return f"{start} · packaged recipe"
+    is_here = cached_model(name) is not None
+    if is_here and (Path(name) / "adapter_config.json").is_file():
+        fix = "merge it into its base first: the page Models exports it"
+        raise UserError("that is an adapter, not a model", where=name, fix=fix)
+    try:
+        config = known_config(name)
+    except UserError:
+        if is_here or not is_hub_id(name):
+            raise
+        return ""
+    words = f"{format_count(parameter_count(config))} parameters, {family_label(config)}"
+    return words if is_here else f"{words}, to be downloaded"
+
+
+def matching(choices: list[Choice], typed: str) -> Iterator[Choice]:
+    """Those that hold every word that is typed."""
+    words = typed.lower().split()
+    for choice in choices:
+        text = f"{choice.value} {choice.title} {choice.words}".lower()
+        if all(word in text for word in words):
+            yield choice
+
+
+def shown(choice: Choice) -> Choice:
+    """Without characters that change the page."""
+    return Choice(choice.value, harmless(choice.title), harmless(choice.words), choice.problem)

@@ -1,0 +1,156 @@
+"""A field that is typed into, with a list of what may be meant below it. Does not import torch."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import NamedTuple, final
+
+from nicegui import ui
+
+from bloomery.core.text import harmless
+from bloomery.studio.components import chip, text
+from bloomery.studio.model_choices import Choice, matching, shown
+from bloomery.studio.settings_form import show_mistake
+
+MOST_ROWS = 40  # of a group
+# The focus has left the field, and is not on its way to a row of the list.
+_LEFT = (
+    "(event) => { const list = event.currentTarget.querySelector('.picker-list');"
+    " if (!list?.contains(event.relatedTarget)) emit(); }"
+)
+_KEEPS_FOCUS = "(event) => event.preventDefault()"  # of the field, and with it the list
+
+
+class Group(NamedTuple):
+    """`remark`: what a group without choices says."""
+
+    title: str
+    choices: Sequence[Choice]
+    remark: str = ""
+
+
+@final
+class Picker:
+    """Mutable: a question that is answered by typing or by choosing.
+
+    `on_answer(value)` is called when another answer is there: at Enter, when the field is left, when a row is chosen.
+    `on_open()` is called when the list is about to be shown; `on_type(value)` for what is being typed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        placeholder: str,
+        *,
+        on_answer: Callable[[str], Awaitable[None]],
+        on_open: Callable[[], Awaitable[None]],
+        on_type: Callable[[str], Awaitable[None]] | None = None,
+    ) -> None:
+        self._on_answer = on_answer
+        self._on_open = on_open
+        self._on_type = on_type
+        self._groups: Sequence[Group] = ()
+        self._first: Sequence[Choice] = ()
+        self._answer = ""
+        with ui.element("div").classes("picker") as box:
+            self.input = ui.input(placeholder=placeholder, on_change=self._typed)
+            self.input.props(f'outlined clearable autocomplete=off aria-label="{name}"')
+            self.input.without_auto_validation().classes("w-full").mark(name)
+            self._about = text("", "p", "small muted break-words")
+            self._list = ui.element("div").classes("picker-list")
+            self._list.visible = False
+            self._chips = ui.element("div").classes("chips")
+        self.input.on("focus", self._open)
+        self.input.on("keydown.enter", self._leave)
+        self.input.on("keydown.escape", self._close)
+        self.input.on("clear", self._leave)
+        box.on("focusout", self._leave, js_handler=_LEFT)
+
+    @property
+    def value(self) -> str:
+        return (self.input.value or "").strip()
+
+    def fill(self, value: str) -> None:
+        """An answer that came from elsewhere; what is being typed stays."""
+        if value != self._answer:
+            self._answer = value
+            self.input.value = value
+            self._show_chips()
+
+    def tell(self, about: str, mistake: str = "") -> None:
+        """`about`: what the answer is; `mistake`: why it is none, in red."""
+        show_mistake(self.input, mistake)
+        self._about.text = "" if mistake else harmless(about)
+        self._about.visible = bool(self._about.text)
+
+    def offer(self, groups: Sequence[Group], first: Sequence[Choice] | None = None) -> None:
+        """What may be chosen; `first`: what is offered before the list is opened."""
+        self._groups = groups
+        if first is not None:
+            self._first = first
+            self._show_chips()
+        if self._list.visible:
+            self._show_list()
+
+    def _show_chips(self) -> None:
+        self._chips.clear()
+        with self._chips:
+            for choice in self._first:
+                made = chip(
+                    choice.title,
+                    partial(self._choose, choice.value),
+                    on=choice.value == self._answer,
+                )
+                made.on("mousedown", js_handler=_KEEPS_FOCUS)
+
+    async def _typed(self) -> None:
+        if self.value == self._answer:
+            return
+        if self._list.visible:
+            self._show_list()
+        if self._on_type is not None:
+            await self._on_type(self.value)
+
+    async def _open(self) -> None:
+        if self._list.visible:
+            return
+        self._list.visible = True
+        self._show_list()
+        await self._on_open()
+
+    def _show_list(self) -> None:
+        typed = "" if self.value == self._answer else self.value
+        self._list.clear()
+        with self._list:
+            for title, choices, remark in self._groups:
+                rows = list(matching(list(choices), typed))[:MOST_ROWS]
+                if not rows and not remark:
+                    continue
+                text(title, "p").classes("picker-title")
+                if remark:
+                    text(remark, "p").classes("picker-remark")
+                for choice in map(shown, rows):
+                    self._row(choice)
+
+    def _row(self, choice: Choice) -> None:
+        with ui.element("button").classes("picker-row").props("type=button") as row:
+            text(choice.title, "b")
+            text(choice.problem or choice.words)
+        row.on("mousedown", js_handler=_KEEPS_FOCUS)
+        if choice.problem:
+            row.props("disabled")
+        else:
+            row.on("click", partial(self._choose, choice.value))
+
+    async def _choose(self, value: str) -> None:
+        self.input.value = value
+        await self._leave()
+
+    def _close(self) -> None:
+        self._list.visible = False
+
+    async def _leave(self) -> None:
+        self._close()
+        if self.value != self._answer:
+            self._answer = self.value
+            self._show_chips()
+            await self._on_answer(self.value)
