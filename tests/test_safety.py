@@ -70,6 +70,7 @@ ALLOWED = {
     "src/bloomery/studio/chat_page.py": ["import asyncio"],
     "src/bloomery/studio/compare_page.py": ["import asyncio"],
     "src/bloomery/studio/deleting.py": ["import asyncio"],
+    "src/bloomery/studio/export_dialogs.py": ["import asyncio"],
     "src/bloomery/studio/machine_page.py": ["import asyncio"],
     "src/bloomery/studio/models_page.py": ["import asyncio"],
     "src/bloomery/studio/new_run_page.py": ["import asyncio"],

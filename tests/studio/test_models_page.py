@@ -63,6 +63,14 @@ def test_checkpoints_adapters_and_exports_are_listed_and_damage_is_told() -> Non
     json.dumps([model_cells(model) for model in models.values()], ensure_ascii=False).encode()
 
 
+def choose(user, title: str) -> None:
+    """A click on a large choice, which the simulation does not pass on from the text in it."""
+    from nicegui.testing.user_interaction import UserInteraction
+
+    (label,) = (one for one in user.find(content=title).elements if one.text == title)
+    UserInteraction(user, {label.parent_slot.parent}, None).trigger("click")
+
+
 def test_an_export_is_a_command_of_the_chosen_format() -> None:
     commands = RecordedCommands()
     checkpoint = make_run("lora") / "checkpoints" / "step-00000007"
@@ -82,12 +90,15 @@ def test_an_export_is_a_command_of_the_chosen_format() -> None:
         await until(lambda: export.enabled)
         user.find(kind=ui.button, content="Export").click()
         await user.should_see("Export runs/lora@7", retries=50)
-        selects = {each.props["label"]: each for each in user.find(ui.select).elements}
-        assert selects["Format"].value == "merged"  # an adapter opens in few programs
-        selects["Format"].value = "gguf"
-        user.find("Start").click()
+        # An adapter opens in few programs: it is merged where nothing else is chosen.
+        await user.should_see("bloomery export --to=merged --out=exports/lora-7-merged --step=7")
+        choose(user, "GGUF file")
+        await user.should_see("Answers as the model does", retries=50)
+        await user.should_see("need llama-quantize")
+        path = "exports/lora-7-q8_0.gguf"
+        await user.should_see(f"bloomery export --to=gguf --out={path} --type=q8_0", retries=50)
+        user.find("Start the export").click()
         await until(lambda: commands.started)
-        path = "exports/lora-7-gguf.gguf"
         assert commands.started == [
             ("export", "--to=gguf", f"--out={path}", "--type=q8_0", "--step=7", "--", "runs/lora")
         ]
@@ -104,11 +115,111 @@ def test_the_page_of_a_run_exports_its_best_checkpoint() -> None:
         await user.should_see("Chat")
         user.find("Export").click()
         await user.should_see("Export runs/one", retries=50)
-        user.find("Start").click()
+        user.find("Start the export").click()
         await until(lambda: commands.started)
         assert commands.started == [("export", "--to=hf", "--out=exports/one-hf", "--", "runs/one")]
 
     with_user(visit, commands)
+
+
+def test_an_export_is_pushed_and_a_run_is_not() -> None:
+    commands = RecordedCommands()
+    make_folder(make_run("lora") / "checkpoints" / "step-00000007", base_model_name_or_path="base")
+    make_folder(Path("exports") / "poet", model_type="gemma")
+    (Path("exports") / "poet.gguf").write_bytes(bytes(2000))
+
+    async def visit(user) -> None:
+        from nicegui import ui
+
+        await user.open("/models")
+        table = next(iter(user.find(ui.table).elements))
+        await until(lambda: table.rows)
+        rows = {row["model"]: row for row in table.rows}
+        assert rows["./exports/poet.gguf"]["shown"]["size"] == "2.0 KiB"
+        assert not rows["./exports/poet.gguf"]["opens"]
+        buttons = {
+            words: next(iter(user.find(kind=ui.button, content=words).elements))
+            for words in ("Chat", "Export", "Push to the Hub")
+        }
+
+        for model, enabled in (
+            ("runs/lora@7", ["Chat", "Export"]),
+            ("./exports/poet.gguf", []),
+            ("./exports/poet", ["Chat", "Export", "Push to the Hub"]),
+        ):
+            table.selected = [rows[model]]
+            await until(lambda: [w for w, one in buttons.items() if one.enabled] == enabled)  # noqa: B023
+        user.find("Push to the Hub").click()
+        await user.should_see("Push exports/poet to the Hub", retries=50)
+        (upload,) = user.find(kind=ui.button, content="Upload").elements
+        assert not upload.enabled
+        (name,) = (one for one in user.find(ui.input).elements if one.props.get("label"))
+        name.value = "not an id"
+        assert not upload.enabled
+        name.value = "me/poet"
+        choose(user, "Public")
+        user.find(kind=ui.button, content="Upload").click()
+        await until(lambda: commands.started)
+        assert commands.started == [("push", "--public", "--", "exports/poet", "me/poet")]
+
+        user.find(kind=ui.button, content="Download").click()
+        await user.should_see("Download a model of the Hub", retries=50)
+        name = next(
+            one for one in user.find(ui.input).elements if one.props.get("label") == "Model"
+        )
+        name.value = "Qwen/Qwen3-0.6B"
+        user.find("Start the download").click()
+        await until(lambda: len(commands.started) == 2)
+        assert commands.started[1] == (
+            "download", "--to=models/Qwen3-0.6B", "--", "Qwen/Qwen3-0.6B",
+        )  # fmt: skip
+
+    with_user(visit, commands)
+
+
+def test_what_a_model_was_trained_from_and_how_many_weights_it_has(tmp_path: Path) -> None:
+    from safetensors.numpy import load_file
+
+    from bloomery.studio.stored_models import num_parameters, origin_of_export
+
+    folder = make_model(tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    assert num_parameters(folder) == sum(tensor.size for tensor in tensors.values())
+    (folder / "model.safetensors").write_bytes(b"\xff" * 100)
+    assert num_parameters(folder) is None
+    assert origin_of_export(folder) == ""
+    for text in ("base_model: org/base", "base_model:\n- org/base", "base_model: 'org/base'"):
+        (folder / "README.md").write_text(f"---\nlicense: mit\n{text}\n---\n")
+        assert origin_of_export(folder) == "from org/base"
+
+
+@pytest.mark.parametrize(
+    "text, progress",
+    [
+        ("", ("", None)),
+        ("loading  a model\nprogress   export: starting", ("export: starting", None)),
+        (
+            "progress   export: writing tensor 3 of 290\nprogress   export: writing tensor 1,450 of 2,900",
+            ("export: writing tensor 1,450 of 2,900", 0.5),
+        ),
+        ("progress   download: model.safetensors, 25%", ("download: model.safetensors, 25%", 0.25)),
+        ("progress   export: tensor 0 of 0\nwrote 1 of 2", ("export: tensor 0 of 0", None)),
+    ],
+)
+def test_the_progress_of_a_command_is_its_newest_line(text: str, progress: tuple) -> None:
+    from bloomery.studio.command_progress import progress_of
+
+    assert progress_of(text) == progress
+
+
+def test_every_format_and_type_has_a_sentence() -> None:
+    from bloomery.cli.models import command
+    from bloomery.export import GGUF_TYPES, K_TYPES
+    from bloomery.studio.export_dialogs import FORMATS, GGUF_USES
+
+    (to,) = (option for option in command.params if option.name == "layout")
+    assert set(FORMATS) == set(to.type.choices)
+    assert set(GGUF_USES) == {*GGUF_TYPES, *K_TYPES}
 
 
 def test_a_name_of_a_model_is_no_option_and_their_number_is_checked(monkeypatch) -> None:

@@ -15,8 +15,9 @@ from bloomery.monitor.words import phase_text
 from bloomery.studio.charts import SMOOTHINGS, ChartMark, LineChart, LoadMap, marks_of
 from bloomery.studio.commands import Commands
 from bloomery.studio.components import Badge, Number, Progress, button, note, text, toolbar
+from bloomery.studio.export_dialogs import ask_to_export
 from bloomery.studio.frame import CommandView, notify, page, update_every
-from bloomery.studio.models_page import address_of_chat, ask_to_export
+from bloomery.studio.models_page import address_of_chat
 from bloomery.studio.post_mortem import PostMortemView
 from bloomery.studio.run_charts import Chart, charts_of, evaluations_of, run_figures
 from bloomery.studio.run_headline import headline, subtitle

@@ -1,6 +1,8 @@
 """The models on disk: checkpoints and adapters of runs, and model folders next to them. Does not import torch."""
 
 import json
+import math
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -9,7 +11,7 @@ from typing import final
 
 from bloomery.core.errors import UserError, one_line
 from bloomery.core.files import read_whole
-from bloomery.core.run_folder import all_runs
+from bloomery.core.run_folder import all_runs, every_run
 from bloomery.core.text import harmless
 from bloomery.infer.model_folder import (
     best_on_disk,
@@ -17,25 +19,33 @@ from bloomery.infer.model_folder import (
     folder_of_step,
     saved_steps,
 )
-from bloomery.studio.watching import is_plain
+from bloomery.plan.store import read_plan
+from bloomery.studio.watching import is_plain, method_of, model_of
 
 ADAPTER = "adapter of"  # the kind of an adapter begins with it
 DAMAGED = "damaged"
+GGUF = "GGUF file, for llama.cpp"
 RENAME = "rename it: no page shows its name"
+CARD_BYTES = 4000  # of the card of an export, whose head names its base
+MOST_HEAD_BYTES = 2**27  # of a file of weights
 _EXPORT_FOLDERS = (Path(), Path("exports"), Path("models"))  # where exports are looked for
 
 
 @final
 @dataclass(frozen=True)
 class ListedModel:
-    """A model on disk. `model`: the MODEL argument of commands, without its step. `changed`: seconds since 1970."""
+    """A model on disk. `model`: the MODEL argument of commands, without its step. `changed`: seconds since 1970.
+    `origin`: what it was trained from, and how; "" where nothing says so.
+    """
 
     model: str
     step: int | None
     kind: str
     size: int
     changed: float
+    folder: Path  # of its weights, or the GGUF file
     is_best: bool = False
+    origin: str = ""
 
     @property
     def argument(self) -> str:
@@ -45,19 +55,32 @@ class ListedModel:
     @property
     def is_readable(self) -> bool:
         """Whether a command can open it."""
-        return self.kind not in (DAMAGED, RENAME)
+        return self.kind not in (DAMAGED, RENAME, GGUF)
+
+    @property
+    def is_export(self) -> bool:
+        """Whether `bloomery push` uploads it."""
+        return self.step is None and self.is_readable
 
 
 def stored_models() -> list[ListedModel]:
-    """Checkpoints of the runs in `runs/`, and model folders next to it; the newest first."""
+    """Checkpoints of the runs in `runs/` and its sweeps, and model folders next to it; the newest first."""
     models = list[ListedModel]()
-    for run in all_runs():
+    for run in every_run():
         with suppress(UserError, OSError):  # a run that is deleted meanwhile, or not readable
             models += _of_run(run)
     for folder in _export_folders():
         with suppress(OSError):
             size, changed = _size_of(folder)
-            models.append(ListedModel(f"./{folder}", None, kind_of_model(folder), size, changed))
+            kind = kind_of_model(folder)
+            origin = origin_of_export(folder)
+            models.append(
+                ListedModel(f"./{folder}", None, kind, size, changed, folder, origin=origin)
+            )
+    for file in _gguf_files():
+        with suppress(OSError):
+            stat = file.stat()
+            models.append(ListedModel(f"./{file}", None, GGUF, stat.st_size, stat.st_mtime, file))
     plain = [model if is_plain(model.model) else _renamed(model) for model in models]
     return sorted(plain, key=lambda model: -model.changed)
 
@@ -70,12 +93,21 @@ def _renamed(model: ListedModel) -> ListedModel:
 def _of_run(run: Path) -> Iterator[ListedModel]:
     checkpoints = run / "checkpoints"
     best = best_on_disk(checkpoints)
+    origin = origin_of_run(run)
+    name = run.relative_to("runs").as_posix()  # SWEEP/RUN of a sweep
     for step in sorted({*saved_steps(checkpoints), *best_weight_steps(checkpoints)}):
         folder = folder_of_step(checkpoints, step)
         with suppress(FileNotFoundError):  # a newer checkpoint has replaced it
             size, changed = _size_of(folder)
             yield ListedModel(
-                f"runs/{run.name}", step, kind_of_model(folder), size, changed, is_best=step == best
+                f"runs/{name}",
+                step,
+                kind_of_model(folder),
+                size,
+                changed,
+                folder,
+                is_best=step == best,
+                origin=origin,
             )
 
 
@@ -89,6 +121,48 @@ def _export_folders() -> Iterator[Path]:
                 )
                 if has_model and not folder.name.startswith("."):
                     yield folder
+
+
+def _gguf_files() -> Iterator[Path]:
+    for place in _EXPORT_FOLDERS:
+        with suppress(OSError):
+            yield from sorted(place.glob("*.gguf"))
+
+
+def origin_of_run(run: Path) -> str:
+    """Model, method and data of its plan."""
+    try:
+        plan = read_plan(run / "plan.json")
+    except (UserError, OSError):  # none yet, or of another version
+        return ""
+    return harmless(f"{model_of(plan)}, {method_of(plan)}")
+
+
+def origin_of_export(folder: Path) -> str:
+    """The model that the card of an export names as its base."""
+    try:
+        head = read_whole(folder / "README.md")[:CARD_BYTES].decode("utf-8", errors="replace")
+    except (UserError, OSError):
+        return ""
+    found = re.search(r"^base_model: *(?:\n *- *)?([^\s\[\]]+)", head, flags=re.MULTILINE)
+    return harmless(f"from {found[1].strip(chr(39))}") if found else ""
+
+
+def num_parameters(folder: Path) -> int | None:
+    """Of the weights in a folder, by the heads of its files; None where one cannot be read."""
+    count = 0
+    try:
+        for path in folder.glob("*.safetensors"):
+            with path.open("rb") as file:
+                size = int.from_bytes(file.read(8), "little")
+                if size > MOST_HEAD_BYTES:
+                    return None
+                tensors = json.loads(file.read(size))
+            shapes = (one["shape"] for name, one in tensors.items() if name != "__metadata__")
+            count += sum(math.prod(shape) for shape in shapes)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return count or None
 
 
 def _size_of(folder: Path) -> tuple[int, float]:
