@@ -59,8 +59,39 @@ def page() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+LONGEST = 72  # letters of a message in a heading
+# What stands before the words that people search: a place, a time, the class of an exception.
+BEFORE = re.compile(
+    r"^(?:\[[^\]]*\]\s*|\S+:\d+(?::\d+)?:? |(?:[\w.]+\.)?\w*(?:Error|Exception|Warning): |NCCL WARN |error: )"
+)
+
+
+def message_of(log: str) -> str:
+    """The words of a message for its heading, which the search of the site ranks first; "" where it has no words."""
+    message = log.strip().splitlines()[0].replace("`", "").replace('"', "")
+    while (shorter := BEFORE.sub("", message)) != message:
+        message = shorter
+    if message.startswith("{") or len(message) < 12:
+        return ""
+    if len(message) > LONGEST:
+        message = message[:LONGEST].rpartition(" ")[0]
+    return message.strip(' ".,:')
+
+
+def slug(title: str) -> str:
+    """The anchor of a title, by which other pages and threads may know a symptom."""
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title)).strip("-").lower()
+
+
 def _symptom(symptom: Symptom) -> Iterator[str]:
-    yield f"### {symptom.title[0].upper()}{symptom.title[1:]}"
+    title = symptom.title[0].upper() + symptom.title[1:]
+    message = message_of(symptom.log)
+    if message:
+        yield f'<a id="{slug(title)}"></a>'
+        yield ""
+        yield f"### {title}: `{message}`"
+    else:
+        yield f"### {title}"
     yield from ("```", symptom.log, "```")
     yield f"{LEVELS[symptom.level]}: {symptom.cause}."
     yield from ("```", *(filled(step, None).removeprefix("# ") for step in symptom.fix), "```")

@@ -1,9 +1,13 @@
 """What people type into the search of the documentation is in a heading of the page that answers it."""
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 from words_of_docs import ROOT
+
+from browser import PROGRAM, Browser
 
 ANSWERS = {
     "chat template": "how-to/chat-templates.md",
@@ -39,6 +43,10 @@ ANSWERS = {
     "serve": "how-to/serve.md",
     "ShareGPT": "reference/dataset-formats.md",
     "tool calls": "how-to/tool-calls-and-reasoning.md",
+    "invalid device function": "reference/error-messages.md",
+    "multiple GPUs": "how-to/several-gpus.md",
+    "own data": "how-to/load-a-dataset.md",
+    "validation loss goes up": "how-to/evaluate.md",
     "validation set": "how-to/prepare-data.md",
     "VRAM": "explanation/memory.md",
 }
@@ -61,3 +69,31 @@ def test_the_pages_are_in_the_navigation_and_in_llms_txt() -> None:
     for place in ("mkdocs.yml", "docs/llms.txt"):
         text = (ROOT / place).read_text(encoding="utf-8")
         assert [page for page in ANSWERS.values() if page not in text] == []
+
+
+PAGE = """<input data-md-component="search-query"><script>{script}</script>"""
+TYPED = {
+    "convert to gguf": "convert gguf",
+    "how do I train on my own data": "train own data",
+    "which model fits 12 GB": "model fits 12 GB",
+    "to": "to",  # may become "tokenizer"
+    "how to": "to",
+    'exactly "out of memory"': 'exactly "out of memory"',
+    "per_device_train_batch_size": "per_device_train_batch_size",
+}
+
+
+@pytest.mark.skipif(PROGRAM is None, reason="needs Chromium")
+def test_the_search_reads_no_words_that_begin_half_of_all_words(tmp_path: Path) -> None:
+    """The theme takes `to` for the beginning of torchtune and tool, and ranks them first."""
+    script = (ROOT / "docs/javascripts/search_words.js").read_text(encoding="utf-8")
+    (tmp_path / "page.html").write_text(PAGE.replace("{script}", script), encoding="utf-8")
+    with Browser(tmp_path / "profile") as browser:
+        browser.open((tmp_path / "page.html").as_uri())
+        for typed, read in TYPED.items():
+            field = "document.querySelector('input')"
+            browser.value(f"{field}.value = {json.dumps(typed)}")
+            assert browser.value(f"{field}.value") == read
+            # What the reader sees is what was typed.
+            browser.value(f"{field}.select()")
+            assert browser.value("getSelection().toString()") == typed
