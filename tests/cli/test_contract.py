@@ -220,6 +220,7 @@ FLAGS = {
     },
     "runs rm": {"-y", "--yes", "--dry-run", "--json"},
     "runs clean": {"-y", "--yes", "--dry-run", "--json"},
+    "runs note": {"--tag", "--untag", "--text", "--json"},
 }
 DEFAULTS = {
     "optimizer": {
@@ -525,6 +526,7 @@ def test_json_of_a_run(workshop, monkeypatch):
         "steps",
         "loss",
         "bits_per_byte",
+        "tags",
         "reward",
         "bytes",
         "command",

@@ -250,6 +250,26 @@ def test_a_mistake_before_the_first_step_is_not_resumed(tmp_path, monkeypatch, e
     assert ("bloomery resume mine" in shown) == resumes
 
 
+def test_runs_have_tags_and_a_note_and_are_listed_by_tag(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("one", "two"):
+        make_run(tmp_path, name, STARTED, STEP, RunEnded(status="done"))
+
+    def answer(*words: str) -> str:
+        return CliRunner().invoke(runs_command, words, catch_exceptions=False).stdout
+
+    assert answer("note", "one") == "one  no tags\n"
+    assert answer("note", "one", "--tag", "b", "--tag", "a", "--text", "try <1>") == (
+        "one  a b\ntry <1>\n"
+    )
+    told = json.loads(answer("note", "one", "--untag", "b", "--json"))
+    assert told == {"run": "one", "tags": ["a"], "note": "try <1>"}
+    assert [run["tags"] for run in json.loads(answer("--json"))["runs"]] == [["a"], []]
+    listed = json.loads(answer("--tag", "a", "--json"))["runs"]
+    assert [run["name"] for run in listed] == ["one"]
+    assert "no run has the tag 'c'" in answer("--tag", "c")
+
+
 def test_runs_where_there_are_none(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert json.loads(CliRunner().invoke(runs_command, ["--json"]).stdout) == {

@@ -33,8 +33,8 @@ def test_the_list_and_a_run_with_its_charts_events_and_buttons() -> None:
 
         table = await opened_list(user)
         assert [row["name"] for row in table.rows] == ["demo"]
-        assert table.rows[0]["reason"] == "stopped at step 40, resumes exactly"
-        assert table.props["visible-columns"][-2:] == ["began", "seconds"]
+        assert table.rows[0]["reason"] == "at step 40, resumes exactly"
+        assert table.props["visible-columns"][-2:] == ["seconds", "bytes"]
         assert {"temperature", "power"}.isdisjoint(table.props["visible-columns"])  # no sensor
 
         await user.open("/run/demo")

@@ -27,6 +27,7 @@ from rich.live import Live
 
 from bloomery.cli.cleaning import clean_command, rm_command
 from bloomery.cli.common import echo, json_option, literal, print_json, run_argument
+from bloomery.cli.notes import note_command
 from bloomery.core.errors import UserError
 from bloomery.core.files import write_durably
 from bloomery.core.run_folder import (
@@ -40,6 +41,7 @@ from bloomery.core.run_folder import (
     resume_argument,
 )
 from bloomery.core.run_lock import alive, beats, holder_of, host_name, start_mark, worked_on
+from bloomery.core.run_notes import read_notes
 from bloomery.core.signals import SAVE_SIGNAL
 from bloomery.core.units import format_bytes
 from bloomery.infer.model_folder import NOT_SAVED, saved_steps, step_folder
@@ -295,6 +297,7 @@ class RunLine:
     reward: float | None  # of held-out prompts, else of the newest rollouts
     bytes: int
     command: str | None
+    tags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -331,24 +334,32 @@ class SweepLine:
 @click.group(invoke_without_command=True)
 @json_option
 @click.option("--all", "all_of_sweeps", is_flag=True, help="List the runs of sweeps, too.")
+@click.option("--tag", metavar="TAG", help="List the runs with this tag, those of sweeps, too.")
 @click.pass_context
-def command(context: click.Context, as_json: bool, all_of_sweeps: bool) -> None:
+def command(context: click.Context, as_json: bool, all_of_sweeps: bool, tag: str | None) -> None:
     """List the runs in runs/, newest last, and the commands that resume them.
 
-    A sweep is one line with its best run.
+    A sweep is one line with its best run. `bloomery runs note` gives a run tags and a note.
 
     Example: bloomery runs --json
     """
     if context.invoked_subcommand is not None:
         return
-    sweeps = {folder: describe_sweep(folder, noise=as_json) for folder in all_sweeps()}
-    lines = [describe(folder) for folder in all_runs()]
+    sweeps: dict[Path, SweepLine] = {}
+    if tag is None:
+        sweeps = {folder: describe_sweep(folder, noise=as_json) for folder in all_sweeps()}
+        lines = [describe(folder) for folder in all_runs()]
+    else:
+        lines = [describe(folder) for folder in every_run() if tag in read_notes(folder).tags]
     if as_json:
         documents = [sweep.document() for sweep in sweeps.values()]
         print_json({"runs": [asdict(line) for line in lines], "sweeps": documents})
         return
-    if all_of_sweeps:
+    if all_of_sweeps and tag is None:
         lines = [describe(folder) for folder in every_run()]
+    if not lines and tag is not None:
+        echo(f"no run has the tag {tag!r}; give it with `bloomery runs note RUN --tag {tag}`")
+        return
     if not lines and not sweeps:
         echo("no runs in runs/; start one with `bloomery demo` or `bloomery train RECIPE`")
         return
@@ -398,6 +409,7 @@ def _print_sweeps(sweeps: list[SweepLine]) -> None:
 
 command.add_command(rm_command)
 command.add_command(clean_command)
+command.add_command(note_command)
 
 
 def describe_sweep(folder: Path, *, noise: bool = False) -> SweepLine:
@@ -440,6 +452,7 @@ def describe(folder: Path) -> RunLine:
         reward=summary.judged_reward,
         bytes=size_of(folder),
         command=command,
+        tags=read_notes(folder).tags,
     )
 
 

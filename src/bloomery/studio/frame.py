@@ -179,7 +179,7 @@ _SORT_HEADING = f"""
 """
 
 
-def sort_by_keyboard(table: ui.table, tools: ui.row) -> None:
+def sort_by_keyboard(table: ui.table, tools: ui.element) -> None:
     """Makes buttons of the headings; a narrow window, which has cards and no headings, gets a field in `tools`."""
     table.add_slot("header-cell", _SORT_HEADING)
     headings = {column["name"]: column["label"] for column in table.columns}

@@ -21,6 +21,7 @@ from bloomery.studio.models_page import address_of_chat
 from bloomery.studio.post_mortem import PostMortemView
 from bloomery.studio.run_charts import Chart, charts_of, evaluations_of, run_figures
 from bloomery.studio.run_headline import headline, subtitle
+from bloomery.studio.run_notes_view import NotesView
 from bloomery.studio.run_sections import EventList, SampleList, drawers_of
 from bloomery.studio.watching import FIRST_SECONDS, OpenRun, Watching, timeline_of
 from bloomery.view.curves import NO_POINTS
@@ -86,6 +87,7 @@ class RunPage:
                     text(harmless(self.name), "h1", "title")
                     self._badge = Badge(opened.status)
                 self._sub = text("", "p", "sub")
+                self._notes = NotesView(opened)
             with toolbar():
                 self._resume = self._button("Resume", "resume")
                 self._evaluate = self._button("Evaluate", "eval")
@@ -153,6 +155,7 @@ class RunPage:
         self._command.update()
         with self.opened.lock:
             self._draw()
+        await self._notes.update()
         await self._post_mortem.update()
         await self._samples.update()
         for drawer in self._drawers:

@@ -13,8 +13,9 @@ from urllib.parse import quote
 
 from bloomery.core.errors import UserError, one_line, system_errors_worded
 from bloomery.core.files import open_regular, read_whole
-from bloomery.core.run_folder import all_runs, is_run, is_sweep
+from bloomery.core.run_folder import every_run, is_run, is_sweep
 from bloomery.core.run_lock import worked_on
+from bloomery.core.run_notes import NOTES_FILE, read_notes
 from bloomery.core.text import harmless, redact_secrets
 from bloomery.monitor.events import (
     Decode,
@@ -24,6 +25,7 @@ from bloomery.monitor.events import (
 )
 from bloomery.plan.store import read_plan
 from bloomery.plan.types import RunPlan
+from bloomery.runs.cleaning import size_of
 from bloomery.view.curves import Points, RunCurves
 from bloomery.view.incidents import Incident, incident_of
 from bloomery.view.reader import LIVE, RunReader, status_of
@@ -45,7 +47,9 @@ FIRST_SECONDS = 1.0  # that a page waits for a run to be read before it shows wh
 class RunRow:
     """A run in the list of runs; None: unknown. `speed` and `planned_speed`: tokens per second. `progress`: 0 to 1.
 
-    `loss`: the moving average, of a run that is judged by rewards None. `validation_loss`: of the newest evaluation.
+    `loss`: the moving average, of a run that is judged by rewards None. `validation_loss`, `bits_per_byte`: of the
+    newest evaluation. `sweep`: the name of the sweep that it belongs to; a run of a sweep is named SWEEP/RUN. `bytes`:
+    of its folder.
     """
 
     name: str
@@ -65,6 +69,11 @@ class RunRow:
     power: float | None = None
     began: float | None = None
     seconds: float = 0.0
+    bits_per_byte: float | None = None
+    bytes: int = 0
+    sweep: str = ""
+    tags: tuple[str, ...] = ()
+    note: str = ""
 
     @property
     def progress(self) -> float | None:
@@ -102,23 +111,24 @@ def planned_speed(plan: RunPlan | None) -> float | None:
 
 def row_of(folder: Path, decode: Decode) -> RunRow:
     """From the plan and the two ends of the events: a long run costs as little as a short one. `RunLine` of `bloomery
-    runs` is another list: of whole events, without a plan, with the size of the folder and the command that resumes."""
-    name = folder.name
-    if not is_plain(
-        name
-    ):  # without some of its characters it could be the name of another run; none has a slash
+    runs` is another list: of whole events, without a plan, with the command that resumes."""
+    sweep = folder.parent.name if is_sweep(folder.parent) else ""
+    name = f"{sweep}/{folder.name}" if sweep else folder.name
+    # Without some of its characters it could be the name of another run.
+    if not is_plain(name):
         reason = "rename the folder: no page shows its name"
-        return RunRow(f"runs/{one_line(name)}", "unreadable", reason)
+        return RunRow(f"runs/{one_line(name)}", "unreadable", reason, sweep=one_line(sweep))
     is_running = worked_on(folder)
     try:
         summary = summary_of(read_ends(folder / "events.jsonl", END_BYTES, decode))
     except (UserError, OSError) as error:
         reason = error.problem if isinstance(error, UserError) else str(error)
-        return RunRow(name, "unreadable", harmless(reason))
+        return RunRow(name, "unreadable", harmless(reason), sweep=sweep)
     status = status_of(folder, summary, is_running=is_running)
     plan = None
     with suppress(UserError, OSError):  # no plan yet, or one of another version
         plan = read_plan(folder / "plan.json")
+    notes = read_notes(folder)
     gpus = [device.latest for device in summary.devices.all if device.latest.device >= 0]
     return RunRow(
         name=name,
@@ -138,6 +148,11 @@ def row_of(folder: Path, decode: Decode) -> RunRow:
         power=sum(gpu.power for gpu in gpus if gpu.power) or None,
         began=summary.began,
         seconds=_seconds(folder, summary, is_live=status in LIVE),
+        bits_per_byte=summary.evaluation.bits_per_byte if summary.evaluation else None,
+        bytes=size_of(folder),
+        sweep=sweep,
+        tags=notes.tags,
+        note=redact_secrets(notes.note or notes.problem),
     )
 
 
@@ -261,7 +276,7 @@ class Watching:
         """The newest run first. A run whose files have not changed is not read again."""
         with self._lock:
             rows: dict[Path, tuple[tuple[object, ...], RunRow]] = {}
-            for folder in reversed(all_runs()):
+            for folder in reversed(every_run()):
                 state = _state_of(folder)
                 known = self._rows.get(folder)
                 if known is not None and known[0] == state and known[1].status not in LIVE:
@@ -319,9 +334,9 @@ class Watching:
 
 
 def _state_of(folder: Path) -> tuple[object, ...]:
-    """Changes with the events, the plan and the lock of a run."""
+    """Changes with the events, the plan, the lock and the notes of a run."""
     state: list[object] = []
-    for name in ("events.jsonl", "plan.json", "lock"):
+    for name in ("events.jsonl", "plan.json", "lock", NOTES_FILE):
         try:
             stat = (folder / name).stat()
             state.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
