@@ -15,7 +15,7 @@ PAGE = ROOT / "docs/reference/python-api.md"
 API = "bloomery.api"
 FUNCTIONS = (
     *("plan", "train", "load", "generate"),
-    *("evaluate", "evaluate_task", "evaluate_harness", "compare"),
+    *("evaluate", "evaluate_task", "evaluate_environment", "evaluate_harness", "compare"),
     *("export", "convert", "merge"),
 )
 CLASSES = (

@@ -16,6 +16,7 @@ from bloomery.core.errors import UserError
 from bloomery.export import DTYPES, GGUF_TYPES, K_TYPES
 
 if TYPE_CHECKING:
+    from bloomery.evals.episodes import EpisodeScores
     from bloomery.evals.evaluate import TextScores
     from bloomery.evals.picture_scores import PictureScores
     from bloomery.evals.rewards import RewardScores
@@ -334,6 +335,41 @@ def evaluate_task(
         use=use,
         on_load=on_load or _ignore,
     )
+
+
+def evaluate_environment(
+    model: str | Path,
+    environment: str,
+    data: str | Path,
+    *,
+    step: str = "best",
+    max_turns: int = 8,
+    device: str = "auto",
+    quantize: str | None = None,
+    on_load: OnText | None = None,
+    on_note: OnText | None = None,
+    **settings: Any,
+) -> "EpisodeScores":
+    """Episodes of a model with an environment: reward, pass@k, turns and tool errors.
+
+    `environment`: FILE:CLASS, which is executed, or the address of an OpenEnv server. `data`: a file of prompts.
+    `settings`: generations, limit, max_new_tokens, temperature, seed, template.
+
+        print(bloomery.evaluate_environment("last", "games.py:Guess", "prompts.jsonl").passed_1)
+    """
+    folder, use = _located(model, device, quantize)
+    from bloomery.evals.episodes import EpisodeSettings, evaluate_episodes
+    from bloomery.evals.evaluate import load_to_evaluate
+    from bloomery.plan.types import EpisodesPlan
+
+    plan = EpisodesPlan.of_environment(environment, max_turns=max_turns)
+    decoder, tokenizer = load_to_evaluate(folder, step=step, use=use, on_load=on_load or _ignore)
+    scores, notes = evaluate_episodes(
+        decoder, tokenizer, plan, Path(data), EpisodeSettings(**settings)
+    )
+    for text in notes:
+        (on_note or _ignore)(text)
+    return scores
 
 
 def evaluate_harness(

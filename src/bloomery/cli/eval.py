@@ -49,6 +49,15 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path),
     help="Add task files for --lm-eval.",
 )
+@click.option(
+    "--environment", metavar="FILE:CLASS", help="Play episodes with tools on the prompts of --data."
+)
+@click.option(
+    "--max-turns", type=click.IntRange(1), help="Answers of an episode at most. [default: 8]"
+)
+@click.option(
+    "--generations", type=click.IntRange(1), help="Play N episodes per prompt. [default: 1]"
+)
 @click.option("--against", metavar="MODEL", help="Compare with this model on the same items.")
 @click.option(
     "--shots",
@@ -81,6 +90,7 @@ def command(
     template: str | None,
     task: str | None,
     lm_eval: str | None,
+    environment: str | None,
     against: str | None,
     outputs: Path | None,
     devices: str,
@@ -99,12 +109,32 @@ def command(
     With --task, score the answers to a task file; with --lm-eval, tasks of lm-evaluation-harness. With --against, test
     the difference of two models. Results have 95% confidence intervals, and are recorded in a run.
 
+    With --environment, play episodes: reward, pass@k, turns and tool errors.
+
     Example: bloomery eval last --data ~/my-texts
 
     Example: bloomery eval last --task capitals.jsonl --shots 5 --against Qwen/Qwen2.5-0.5B
     """
     # Options of tasks have no default here, so that one without a task can be refused.
     task_settings = {name: value for name, value in settings.items() if value not in (None, ())}
+    if environment is not None:
+        _evaluate_environment(
+            model,
+            environment,
+            data,
+            {"--task": task, "--lm-eval": lm_eval, "--against": against, "--outputs": outputs},
+            task_settings | ({} if template is None else {"template": template}),
+            as_json,
+            step=step,
+            device=devices,
+            quantize=quantize,
+        )
+        return
+    for name in ("max_turns", "generations"):
+        if name in task_settings:
+            flag = f"--{name.replace('_', '-')}"
+            problem, fix = f"{flag} needs --environment", "add --environment FILE:CLASS"
+            raise UserError(problem, where=flag, fix=fix, code=2)
     if task is not None or against is not None or lm_eval is not None:
         _evaluate_task(
             model,
@@ -183,6 +213,58 @@ def command(
             "margin": f"{result.margin:.4f} on average: {means}",
             "loss": f"{result.loss:.4f} per pair",
         }
+    for name, value in lines.items():
+        echo(f"{name:<10} {value}")
+
+
+def _evaluate_environment(
+    model: str,
+    environment: str,
+    data: Path | None,
+    others: dict[str, object],
+    settings: dict[str, Any],
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Print the scores of episodes. `others`: options that mean something else. Raises UserError."""
+    allowed = ("max_turns", "generations", "limit", "max_new_tokens", "temperature", "seed")
+    refused = [flag for flag, value in others.items() if value is not None]
+    refused += [
+        f"--{name.replace('_', '-')}" for name in settings if name not in (*allowed, "template")
+    ]
+    if refused:
+        problem = f"{refused[0]} does not apply to --environment"
+        raise UserError(problem, where=refused[0], fix=f"remove {refused[0]}", code=2)
+    if data is None:
+        fix = "add --data FILE with a prompt per row, and the columns that its reset takes"
+        raise UserError("--environment needs --data", where="--environment", fix=fix, code=2)
+
+    from bloomery.api import evaluate_environment
+
+    with text_flags(), progress_line("eval"):
+        scores = evaluate_environment(
+            model,
+            environment,
+            data_path(data),
+            on_load=loading,
+            on_note=lambda text: echo(f"note: {text}", err=True),
+            **options,
+            **settings,
+        )
+    if as_json:
+        print_json(asdict(scores))
+        return
+    interval = "no interval of a single prompt"
+    if scores.reward_low is not None and scores.reward_high is not None:
+        interval = f"{scores.reward_low:.4f} to {scores.reward_high:.4f}, 95% over {scores.prompts:,} prompts"
+    lines = {"reward": f"{scores.reward:.4f} ({interval})", "pass@1": f"{scores.passed_1:.1%}"}
+    if scores.generations > 1:
+        lines[f"pass@{scores.generations}"] = f"{scores.passed_all:.1%}"
+    lines |= {
+        "turns": f"{scores.turns:.2f} per episode",
+        "tools": f"{scores.calls:.2f} calls per episode, {scores.failed:.1%} failed",
+        "length": f"{scores.mean_length:,.1f} tokens on average; {scores.clipped_ratio:.0%} without room",
+    }
     for name, value in lines.items():
         echo(f"{name:<10} {value}")
 

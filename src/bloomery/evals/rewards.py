@@ -210,13 +210,13 @@ def summarized(
 
 
 def read_prompts(
-    data: Path, tokenizer: Tokenizer, prepared: Path, *, template: str | None
+    data: Path, tokenizer: Tokenizer, prepared: Path | None, *, template: str | None
 ) -> list[Prompt]:
     """The rows of a file or folder with their columns, tokenized as `prepare` does. Raises UserError.
 
-    `prepared`: the run's dataset. Where it has pictures, so may the rows.
+    `prepared`: the run's dataset, None without a run. Where it has pictures, so may the rows.
     """
-    source = saved_vision(prepared)
+    source = None if prepared is None else saved_vision(prepared)
     encoder = None if source is None else PictureEncoder(source)
     dataset = open_dataset(Source(path=str(data), format="prompts"), "prompts")
     prompts = []

@@ -12,6 +12,7 @@ from pydantic import (
     field_serializer,
 )
 
+from bloomery.core.errors import UserError
 from bloomery.core.units import Duration, counted
 from bloomery.data.shards import Texts
 from bloomery.facts.config import ModelConfig
@@ -577,9 +578,31 @@ class EpisodesPlan(PlanPart):
         return (*(tool.python for tool in self.tools), *own)
 
     @classmethod
+    def of_environment(cls, place: str, *, max_turns: int) -> "EpisodesPlan":
+        """`place`: FILE:CLASS, or the address of an OpenEnv server. Raises UserError for another text."""
+        is_server = place.startswith(("http://", "https://"))
+        try:
+            section = EnvironmentSection(
+                python=None if is_server else str(Path(place).absolute()),
+                openenv=place if is_server else None,
+            )
+        except ValueError as error:
+            raise UserError(
+                f"no environment: {place}",
+                where="environment",
+                fix="name FILE:CLASS, such as games.py:Guess, or the address of an OpenEnv server",
+                code=2,
+            ) from error
+        if section.leaves_machine:
+            problem = f"the server of the environment is another machine: {place}"
+            fix = "start it here, such as http://127.0.0.1:8000"
+            raise UserError(problem, where="environment", fix=fix, code=2)
+        return cls(tools=(), environment=section, max_turns=max_turns)
+
+    @classmethod
     def of(cls, recipe: Recipe) -> "EpisodesPlan | None":
         """None where a completion is one answer."""
-        if not (recipe.tools or recipe.environment.python):
+        if not (recipe.tools or recipe.environment.is_set):
             return None
         max_turns = getattr(recipe.objective, "max_turns", 1)  # other objectives are refused
         return cls(tools=tuple(recipe.tools), environment=recipe.environment, max_turns=max_turns)

@@ -47,6 +47,7 @@ from bloomery.plan.routers import refuse_router
 from bloomery.plan.stages import refuse_schedule
 from bloomery.plan.types import DatasetFacts, EpisodesPlan
 from bloomery.plan.vision import refuse_vision_misfits
+from bloomery.recipe.episodes import EnvironmentSection
 from bloomery.recipe.objectives import GroupRollouts, OnPolicyDistill, RewardedRollouts, Rollouts
 from bloomery.recipe.rewards import PluginReward, PythonReward, VerifierReward, reward_name
 from bloomery.recipe.schema import Lora, NoAdapter, Peft, Recipe
@@ -308,6 +309,8 @@ def _refuse_tool_misfits(recipe: Recipe) -> None:
         refuse_missing_name(tool.python, what=f"the tool {name}", kind="function")
     if recipe.environment.python is not None:
         refuse_missing_name(recipe.environment.python, what="the environment", kind="class")
+    if recipe.environment.openenv is not None:
+        _refuse_server(recipe.environment)
 
 
 def refuse_reward_misfits(recipe: Recipe) -> None:
@@ -337,7 +340,7 @@ def refuse_reward_misfits(recipe: Recipe) -> None:
                 fix="set objective.kind=grpo, which takes a teacher as well, or rewards=[]",
                 code=2,
             )
-    elif not recipe.rewards and recipe.environment.python is None:
+    elif not recipe.rewards and not recipe.environment.is_set:
         raise UserError(
             f"{objective.kind} needs rewards, which score the completions",
             where="rewards",
@@ -382,7 +385,7 @@ def _refuse_own_teacher_misfits(recipe: Recipe, objective: OnPolicyDistill | Gro
     key = "objective.teacher_prompt_template"
     if template is not None:
         template_fields(template, where=key)
-        if recipe.tools or recipe.environment.python is not None:
+        if recipe.tools or recipe.environment.is_set:
             raise UserError(
                 "not supported yet: another prompt of the teacher with tools or an environment",
                 where=key,
@@ -445,6 +448,19 @@ def refuse_reference(recipe: Recipe, config: ModelConfig, *, devices: int) -> No
     if objective.reference == "nf4" and config.transformers_backend is not None:
         problem = "quantization is not supported for the transformers implementation"
         raise UserError(problem, where=where, fix=fix, code=2)
+
+
+def _refuse_server(environment: EnvironmentSection) -> None:
+    """Raises UserError for a server beside a class, and for one of another machine that no key allows."""
+    if environment.python is not None:
+        problem = "an environment is a class or a server, not both"
+        fix = "remove environment.python or environment.openenv"
+    elif environment.leaves_machine and not environment.network:
+        problem = f"the server of the environment is another machine: {environment.openenv}"
+        fix = "set environment.network=true, or start it here: http://127.0.0.1:8000"
+    else:
+        return
+    raise UserError(problem, where="environment.openenv", fix=fix, code=2)
 
 
 def _refuse_verifier(reward: VerifierReward) -> None:

@@ -73,18 +73,22 @@ class EpisodeSampler:
         tokenizer: Tokenizer,
         *,
         longest: int,
+        template: str | None = None,
         stop: Callable[[], bool] = lambda: False,
         on_note: Callable[[str], None] = lambda _note: None,
     ) -> None:
-        """`longest`: tokens of a prompt and its episode. `on_note`: what the user should know of the tools."""
+        """`longest`: tokens of a prompt and its episode. `template`: of chats; None: the tokenizer's own.
+
+        `on_note`: what the user should know of the tools.
+        """
         self._tools = Tools(plan, stop=stop)
-        self._renderer = Renderer(tokenizer, template=None, train_on="assistant")
+        self._renderer = Renderer(tokenizer, template=template, train_on="assistant")
         self._tokenizer = tokenizer
         self._turns: Turns | None = None
         self._max_turns = plan.max_turns
         self._longest = longest
         # It has a state that every call may change: recorded results do not replace a call.
-        self._has_environment = plan.environment.python is not None
+        self._has_environment = plan.environment.is_set
         self._on_note = on_note
 
     def __enter__(self) -> "EpisodeSampler":

@@ -50,7 +50,7 @@ def schema_of(name: str, function: Callable[..., Any]) -> Json:
             "write what it does in its first line, and its arguments in a section `Args:`",
         )
     try:
-        parameters = _without_titles(TypeAdapter(cast(Any, function)).json_schema())
+        parameters = without_titles(TypeAdapter(cast(Any, function)).json_schema())
     except (PydanticUserError, NameError, TypeError) as error:
         problem = f"the types of the tool {name} have no schema: {error_text(error)}"
         raise Unusable(problem, "use str, int, float, bool, list, dict, Literal or None") from error
@@ -81,14 +81,14 @@ def _described(section: str) -> list[tuple[str, str]]:
     ]
 
 
-def _without_titles(schema: Any) -> Any:
+def without_titles(schema: Any) -> Any:
     if isinstance(schema, dict):
         return {
-            key: _without_titles(value)
+            key: without_titles(value)
             for key, value in schema.items()
             if key != "title" or not isinstance(value, str)
         }
-    return [_without_titles(value) for value in schema] if isinstance(schema, list) else schema
+    return [without_titles(value) for value in schema] if isinstance(schema, list) else schema
 
 
 def methods_of(environment: object) -> dict[str, Callable[..., Any]]:

@@ -77,10 +77,13 @@ class Tools:
         job = {
             "tools": [tool.python.rpartition(":")[::2] for tool in plan.tools],
             "environment": plan.environment.python and plan.environment.python.rpartition(":")[::2],
+            "openenv": plan.environment.openenv,
             "memory": plan.environment.memory,
             "seconds": plan.environment.timeout.amount,
         }
-        variables = dict(os.environ) | ({} if plan.environment.network else {NO_NETWORK: "1"})
+        # A process without a network reaches no server of this machine either.
+        has_network = plan.environment.network or plan.environment.openenv is not None
+        variables = dict(os.environ) | ({} if has_network else {NO_NETWORK: "1"})
         self._child = Child(WORKER, job, environment=variables).start()
         answer = self._child.next(START_SECONDS)
         if isinstance(answer, str):
@@ -90,6 +93,8 @@ class Tools:
             raise self._failed(str(answer["error"]), str(answer["fix"]))
         self._schemas = answer["schemas"]
         self._has_reward = bool(answer["has_reward"])
+        if plan.environment.openenv is not None and not plan.environment.network:
+            self.notes.append("tools may reach the network: environment.openenv is a server")
         if answer["network"] is not None:
             self.notes.append(f"tools may reach the network: {answer['network']}")
 
@@ -165,6 +170,8 @@ class Tools:
     def _failed(self, problem: str, fix: str) -> UserError:
         """The error; the process is of no more use."""
         self.close()
+        if self._plan.environment.openenv is not None:
+            return UserError(problem, where="environment.openenv", fix=fix)
         where = self._plan.environment.python or self._plan.tools[0].python
         return UserError(problem, where=where.rpartition(":")[0], fix=fix)
 

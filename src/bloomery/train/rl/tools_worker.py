@@ -12,6 +12,7 @@ Requests, each with the numbers of episodes:
 """
 
 import ctypes
+import inspect
 import json
 import math
 import os
@@ -30,6 +31,15 @@ from typing import Any, NoReturn, final
 from bloomery.core.child import PR_SET_PDEATHSIG, accept, kill_group, reply, requests
 from bloomery.core.sandbox.limits import limit_memory_for_good
 from bloomery.core.sandbox.network import leave_network
+from bloomery.train.rl.openenv import (
+    TOOL,
+    LocalSession,
+    OpenEnvironment,
+    ServerSession,
+    action_class,
+    server_schema,
+    step_schema,
+)
 from bloomery.train.rl.reward_functions import address_space
 from bloomery.train.rl.rewards_worker import Unusable, error_text, named_in_file
 from bloomery.train.rl.tool_functions import Json, called, failure, methods_of, schema_of
@@ -71,11 +81,22 @@ class Toolbox:
             self._add(function.__name__, function)
         self.environment: Callable[[], Any] | None = None
         self.has_reward = False
+        self.schemas: list[Json] = []
         schemas = [schema_of(name, function) for name, function in self.functions.items()]
+        if job.get("openenv") is not None:
+            address = job["openenv"]
+            self._add(TOOL, OpenEnvironment.step)
+            self.schemas = [*schemas, server_schema(address)]
+            self.environment = lambda: OpenEnvironment(ServerSession(address))
+            self.has_reward = True
+            return
         if job["environment"] is not None:
             file, name = job["environment"]
             what = f"the environment {name}"
             self.environment = named_in_file(Path(file), name, what=what, kind="class")
+            if self._add_openenv(self.environment):
+                self.schemas = [*schemas, *self.schemas]
+                return
             # One is made for what it is: its methods, and whether it has a reward.
             try:
                 sample = self.environment()
@@ -96,7 +117,19 @@ class Toolbox:
                 f"{what} has no tool: no public method beside reset and get_reward",
                 "write a method for each thing that the model may do",
             )
-        self.schemas: list[Json] = schemas
+        self.schemas = schemas
+
+    def _add_openenv(self, environment: Any) -> bool:
+        """Whether the class is an environment of OpenEnv, which has one tool then."""
+        action = action_class(environment)
+        if action is None:
+            return False
+        self._add(TOOL, OpenEnvironment.step)
+        text = inspect.getdoc(environment) or inspect.getdoc(action) or ""
+        self.schemas = [step_schema(action.model_json_schema(), text)]
+        self.environment = lambda: OpenEnvironment(LocalSession(environment, action))
+        self.has_reward = True
+        return True
 
     def _add(self, name: str, function: Callable[..., Any]) -> None:
         if name in self.functions:
@@ -232,8 +265,6 @@ def _reset(environment: Any, row: Json, seed: int) -> Json:
     """What begins an episode: `text`, which the last turn of the user ends with, or `error`."""
     if environment is None:
         return {"text": None}
-    import inspect
-
     parameters = inspect.signature(environment.reset).parameters
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     given = {"seed": seed, **row}
