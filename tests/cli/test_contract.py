@@ -94,6 +94,9 @@ FLAGS = {
         "--outputs",
         "--lm-eval",
         "--include-path",
+        "--environment",
+        "--max-turns",
+        "--generations",
     },
     "generate": {
         "--prompt",
