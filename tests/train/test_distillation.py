@@ -194,7 +194,7 @@ def test_finite_differences():
     loss_mask = inputs.loss_mask[:, places]
     assert 5 < loss_mask.sum() < 9  # a chunk of five and a part of one
     measure = DivergenceMeasure("forward_kl", 1.3)
-    teaching = Teacher(lambda: hidden, teacher.lm_head, 5.0)
+    teaching = Teacher(lambda places: hidden.flatten(0, 1)[places], teacher.lm_head, 5.0)
     head = Divergence(labels, loss_mask, 5, measure, teaching)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 9, 48, dtype=torch.float64, generator=generator)

@@ -591,6 +591,11 @@ def _ladder(recipe: Recipe, plan: RunPlan) -> Iterator[tuple[str, str]]:
     teacher = plan.objective.taught_by
     if teacher is not None and teacher.quantize == "none":
         yield "objective.teacher_quantize=nf4", "the teacher's probabilities change a little"
+    if teacher is not None and teacher.stream == "off" and gpu:
+        yield (
+            "objective.teacher_stream=layers",
+            "same losses; copies the teacher's layers once per step",
+        )
     # Optimizer states, activations or frozen weights in fewer bits, or in CPU memory.
     if gpu and not settings.offload_activations:
         yield "train.offload_activations=true", "moves activations to CPU memory and back"

@@ -415,8 +415,13 @@ def ineffective_settings(recipe: Recipe, *, accelerator: bool, precision: str) -
         for name in sorted(TEACHER_KEYS & recipe.objective.model_fields_set):
             yield f"objective.{name} has no effect: objective.teacher is unset"
     own = recipe.objective.own_teacher
-    if own is not None and "teacher_quantize" in recipe.objective.model_fields_set:
-        yield f"objective.teacher_quantize has no effect with objective.teacher={own}: its weights are the model's own"
+    if own is not None:
+        for name in sorted(
+            {"teacher_quantize", "teacher_stream"} & recipe.objective.model_fields_set
+        ):
+            yield f"objective.{name} has no effect with objective.teacher={own}: its weights are the model's own"
+    if teacher_streams(recipe) and not accelerator:
+        yield "objective.teacher_stream has no effect on a CPU: the teacher is already in CPU memory"
     if optimizer.stochastic_rounding and not _has_bfloat16(recipe, precision):
         remark = (
             "trainable parameters are float32; train.precision=bfloat16-pure makes them bfloat16"
@@ -541,14 +546,27 @@ def extra_forwards(recipe: Recipe | RunPlan) -> int:
     return int(of_reference) + int(recipe.objective.own_teacher is not None)
 
 
-def own_teacher_tokens(recipe: Recipe | RunPlan) -> int:
-    """The most loss tokens of a step where the model is its own teacher; else 0."""
+def teacher_streams(recipe: Recipe | RunPlan) -> bool:
+    """Whether the layers of the teacher are on the host."""
+    teacher = recipe.objective.taught_by
+    return teacher is not None and teacher.stream == "layers"
+
+
+def teacher_tokens(recipe: Recipe | RunPlan) -> int:
+    """The most loss tokens of a step where the pass of the teacher is before the step's own; else 0."""
+    is_before = recipe.objective.own_teacher is not None or teacher_streams(recipe)
+    return most_loss_tokens(recipe) if is_before else 0
+
+
+def most_loss_tokens(recipe: Recipe | RunPlan) -> int:
+    """Of a step with a teacher."""
     objective = recipe.objective
-    if objective.own_teacher is None or not isinstance(objective, Rollouts):
-        return 0
     train = recipe.train
-    completions = train.batch_size if isinstance(train, Train) else train.sequences_per_step
-    return (completions or objective.num_generations) * objective.max_completion_length
+    sequences = train.batch_size if isinstance(train, Train) else train.sequences_per_step
+    longest = recipe.data.sequence_length
+    if isinstance(objective, Rollouts):
+        return (sequences or objective.num_generations) * objective.max_completion_length
+    return (sequences or 1) * longest
 
 
 def memory_setting(plan: RunPlan) -> str:
@@ -559,6 +577,7 @@ def memory_setting(plan: RunPlan) -> str:
         teacher=teacher_of(plan),
         teacher_quantize=teacher_form(plan),
         is_own_teacher=plan.objective.own_teacher is not None,
+        teacher_streams=teacher_streams(plan),
         offload_activations=plan.train.offload_activations,
     )
 
@@ -566,7 +585,7 @@ def memory_setting(plan: RunPlan) -> str:
 # Of an objective with rewards, which may have a teacher.
 TEACHER_KEYS = frozenset(
     (
-        *("teacher_quantize", "teacher_kl_coef", "teacher_prompt_template"),
+        *("teacher_quantize", "teacher_stream", "teacher_kl_coef", "teacher_prompt_template"),
         *("divergence", "jsd_beta", "estimator"),
     )
 )
@@ -620,6 +639,10 @@ def objective_choices(
     if teacher is not None and taught_by is not None:
         form = "" if taught_by.quantize == "none" else f" in {taught_by.quantize}"
         reason = f"{taught_by.model} stays in memory{form} next to the model"
+        if taught_by.stream == "layers":
+            reason = (
+                f"{taught_by.model}{form} stays in host memory; each layer is copied once per step"
+            )
         yield (
             "objective.teacher",
             Choice(f"teacher of {format_count(parameter_count(teacher))}", reason),

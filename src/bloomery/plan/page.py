@@ -65,6 +65,7 @@ SETTINGS = (  # shown where a plan has them
     "model.implementation",
     "objective.reference",
     "objective.teacher",
+    "objective.teacher_stream",
     "data.chat.train_on",
     "adapter.kind",
     "adapter.target_modules",

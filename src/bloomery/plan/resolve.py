@@ -25,7 +25,7 @@ from bloomery.hardware.detect import detect
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile, local_caches, with_gpus, with_host_memory
 from bloomery.hardware.specs import find_gpus
-from bloomery.plan import batch, lengths, mesh, rollouts, streaming, unsupported
+from bloomery.plan import batch, lengths, mesh, rollouts, streaming, teachers, unsupported
 from bloomery.plan.checkpoints import choose_checkpoints, interval_text
 from bloomery.plan.choices import (
     ASKED,
@@ -34,11 +34,13 @@ from bloomery.plan.choices import (
     choose_compile,
     choose_deterministic,
     extra_forwards,
+    most_loss_tokens,
     objective_choices,
     optimizer_memory_choices,
-    own_teacher_tokens,
     reference_of,
     teacher_form,
+    teacher_streams,
+    teacher_tokens,
     transformers_choices,
 )
 from bloomery.plan.estimate import speed
@@ -338,6 +340,7 @@ def _choose_step(
         precision=precision.value,
         attention=attention.value,
     )
+    teachers.refuse_small_host(shape, estimator)
     scale = lengths.scale_of(train.length, length, dataset, tokens.value)
     compiled = _compiled(recipe, facts, estimator, shape, scale)
     shape = replace(
@@ -524,7 +527,9 @@ def step_shape(
         offload_activations=recipe.train.offload_activations,
         teacher=teacher,
         teacher_quantize=teacher_form(recipe),
-        own_teacher_tokens=own_teacher_tokens(recipe),
+        is_own_teacher=recipe.objective.own_teacher is not None,
+        teacher_stream=teacher_streams(recipe),
+        teacher_tokens=teacher_tokens(recipe),
         extra_forwards=extra_forwards(recipe),
         loss_share=1.0 if dataset is None else dataset.loss_share,
         pictures=step_pictures(recipe, dataset),
@@ -631,6 +636,13 @@ def _decisions(
             recipe, facts.model, known_vocabulary=facts.known_vocabulary, added=facts.new_tokens
         ),
         *objective_choices(recipe, facts.dataset, facts.teacher, step.reference),
+        *teachers.teacher_form_choice(
+            micro_batching.step,
+            StepEstimator.of(recipe, facts.machine, profile),
+            memory=step.memory,
+            step_tokens=step.tokens.value,
+            states_tokens=most_loss_tokens(recipe),
+        ),
         *vision_choices(recipe),
         *router_choices(recipe, config, accumulation=step.accumulation),
         *optimizer_choices.items(),

@@ -19,10 +19,11 @@ OWN_TEACHERS: tuple[OwnTeacher, ...] = ("base", "live")
 
 
 class TeacherSettings(NamedTuple):
-    """A teacher: its folder or Hub id, and the form of its matrices in memory."""
+    """A teacher: its folder or Hub id, the form of its matrices in memory, and whether its layers stay on the host."""
 
     model: str
     quantize: TeacherQuantize
+    stream: Literal["off", "layers"]
 
 
 class ObjectiveSection(Section):
@@ -125,12 +126,16 @@ class Taught(ObjectiveSection):
         "none",
         "Form of the teacher's matrices in memory; 4 and 8 bits change its probabilities a little.",
     )
+    teacher_stream: Literal["off", "layers"] = key(
+        "off",
+        "layers: those of the teacher stay in host memory, and each is copied to the device once per step.",
+    )
 
     @property
     def taught_by(self) -> TeacherSettings | None:
         if self.teacher is None or self.own_teacher is not None:
             return None
-        return TeacherSettings(self.teacher, self.teacher_quantize)
+        return TeacherSettings(self.teacher, self.teacher_quantize, self.teacher_stream)
 
 
 class TaughtByDivergence(Taught):

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, final
@@ -185,8 +186,9 @@ def load_decoder(
 
     `dtype`: of the parameters; None keeps the one of the file. `base`: of an adapter, where it is not the one that it
     names. `vocab_size`: at least so many tokens. `arrange` is given the adapted decoder on the meta device, before any
-    memory is taken: it may quantize it, choose other dtypes, or refuse. Weights go from the file to the device piece by
-    piece, in the form that they are kept in. Raises UserError when the folder holds no such model.
+    memory is taken: it may quantize it, choose other dtypes, let its weights stream, or refuse. Weights go from the
+    file to the device, or the host, piece by piece, in the form that they are kept in. Raises UserError when the folder
+    holds no such model.
     """
     # An adapter's folder holds no base: the weights come from another folder, which must be the one
     # it was trained on.
@@ -216,10 +218,16 @@ def load_decoder(
             adapt_as(decoder, settings)
     if arrange is not None:
         arrange(decoder)
-    give_memory(decoder, device)
+    stream = decoder.weight_stream
+    if stream is None:
+        give_memory(decoder, device)
+    else:
+        stream.allocate(source)
+        decoder.tie()
 
     # A values head that the base lacks is drawn here, and the adapter's file then replaces it.
-    read_model(decoder, source, seed=0 if settings is not None else None)
+    with nullcontext() if stream is None else stream.filling():
+        read_model(decoder, source, seed=0 if settings is not None else None)
     if settings is not None:
         read_trained(decoder, settings, config, folder, shared=True)
         merge_into_base(decoder, settings, config, folder)

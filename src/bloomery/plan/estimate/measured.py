@@ -20,7 +20,7 @@ from bloomery.plan.estimate.mode import FULL
 from bloomery.plan.estimate.speed import Rate, device_rate, step_parts, total, work_of
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import StepShape
-from bloomery.plan.estimate.stream_time import streamed_parts
+from bloomery.plan.estimate.stream_time import streamed_parts, with_teacher
 from bloomery.plan.estimate.streaming import passes_over
 from bloomery.plan.types import Estimate, MemoryEstimate, RunPlan
 from bloomery.recipe.schema import Recipe
@@ -319,6 +319,11 @@ class StepEstimator:
             return None
         parts = corrected(parts, step, self.measurements, seconds=seconds)
         link = self.host_link
+        if step.teacher_stream and link is not None:
+            untaught = seconds(replace(step, teacher=None, teacher_stream=False), tokens)
+            taught = seconds(step, tokens)
+            if untaught is not None and taught is not None:
+                parts = with_teacher(parts, step, link, taught - untaught)
         if step.stream == "off" or link is None:
             return parts
         work = work_of(step, tokens=tokens, clips=self.clips)

@@ -16,6 +16,7 @@ from bloomery.plan.estimate.streaming import (
     resident_weight_bytes,
     ring_bytes,
     streamed_moments,
+    teacher_shape,
 )
 from bloomery.plan.estimate.towers import TowerMemory, with_pictures
 from bloomery.plan.types import MemoryEstimate, Origin
@@ -100,7 +101,12 @@ def tensor_bytes(step: StepShape) -> dict[str, float]:
 
 
 def _teacher_bytes(teacher: ModelConfig, step: StepShape) -> float:
-    """All of it in the dtype of matmuls, or with quantized matrices."""
+    """All of it in the dtype of matmuls, or with quantized matrices. Of one that streams: its buffers, and all that is
+    no layer.
+    """
+    if step.teacher_stream:
+        streamed = teacher_shape(step, teacher)
+        return resident_weight_bytes(streamed) + ring_bytes(streamed)
     if step.teacher_quantize == "none":
         return float(parameter_count(teacher) * step.element_bytes)
     mode = TrainingMode(freezes_model=True, quantize_kind=step.teacher_quantize)
@@ -129,9 +135,9 @@ def tensors_at(step: StepShape, moment: StepMoment) -> dict[str, float]:
     parts["logits"] = moment.logits
     if step.teacher is not None:
         parts["teacher"] = _teacher_bytes(step.teacher, step)
-    if step.own_teacher_tokens:
-        states = step.own_teacher_tokens * step.config.hidden_size
-        parts["teacher"] = float(states * step.element_bytes)
+    if step.teacher_width is not None and step.teacher_tokens:
+        states = float(step.teacher_tokens * step.teacher_width * step.element_bytes)
+        parts["teacher"] = parts.get("teacher", 0.0) + states
     if step.pictures is not None:
         tower = TowerMemory(step, step.pictures)
         parts["optimizer"] += 0.0 if is_offloaded else tower.optimizer_bytes

@@ -111,6 +111,7 @@ def setting_of(
     teacher: ModelConfig | None = None,
     teacher_quantize: str = "none",
     is_own_teacher: bool = False,
+    teacher_streams: bool = False,
     offload_activations: bool = False,
 ) -> str:
     """A short hash of the training mode, which a measurement of memory must share; empty: plain full fine-tuning."""
@@ -125,4 +126,5 @@ def setting_of(
     text = repr((changed_fields, extra_forwards, teacher, offload_activations))
     text += "" if teacher_quantize == "none" else teacher_quantize
     text += "own teacher" if is_own_teacher else ""
+    text += "streamed teacher" if teacher_streams else ""
     return sha256(text.encode()).hexdigest()[:12]

@@ -65,8 +65,10 @@ class StepShape:
     offload_activations: bool = False
     teacher: ModelConfig | None = None  # of distillation
     teacher_quantize: str = "none"  # the form of its matrices
-    # Of a model that is its own teacher: loss tokens of a step, whose hidden states are kept from its pass as teacher.
-    own_teacher_tokens: int = 0
+    is_own_teacher: bool = False  # the model
+    teacher_stream: bool = False  # its layers are on the host
+    # Loss tokens of a step, whose hidden states are kept from the teacher's pass where that is before the step's own.
+    teacher_tokens: int = 0
     extra_forwards: int = 0  # of the reference model, and of the model as its own teacher
     # A step of several micro-batches begins with a forward of the layers that counts the load of experts.
     counts_first: bool = False
@@ -98,14 +100,15 @@ class StepShape:
             extra_forwards=self.extra_forwards,
             teacher=self.teacher,
             teacher_quantize=self.teacher_quantize,
-            is_own_teacher=self.own_teacher_tokens > 0,
+            is_own_teacher=self.is_own_teacher,
+            teacher_streams=self.teacher_stream,
             offload_activations=self.offload_activations,
         )
 
     @property
     def teacher_width(self) -> int | None:
         """Numbers of the teacher's hidden states; None where nobody teaches."""
-        if self.own_teacher_tokens:
+        if self.is_own_teacher:
             return self.config.hidden_size
         return None if self.teacher is None else self.teacher.hidden_size
 

@@ -13,10 +13,16 @@ from bloomery.plan.estimate.queues import Task, busy_seconds, finish_times
 from bloomery.plan.estimate.speed import FLASH_BACKWARD, attention_flops, rule_flops
 from bloomery.plan.estimate.states import TrainedLayer
 from bloomery.plan.estimate.step import StepShape
-from bloomery.plan.estimate.streaming import in_full, passes_of, streamed_by_layer
+from bloomery.plan.estimate.streaming import (
+    in_full,
+    passes_of,
+    streamed_by_layer,
+    teacher_shape,
+)
 from bloomery.plan.types import Estimate
 
 WAITING = "waiting for weights"  # a part of a step's seconds
+WAITING_FOR_TEACHER = "waiting for the teacher"
 HOST_PARTS = ("optimizer",)  # of a model that is trained in full
 SIMULATED_PASSES = 3  # all later ones are alike
 ADDED = 3  # bytes moved per byte of a gradient that is added to another on the host
@@ -142,6 +148,20 @@ def rates_to_device(step: StepShape, link: HostLink) -> tuple[float, float]:
     if step.stream_host == "staged":
         return link.pageable_gbs * 1e9, min(link.pageable_gbs, link.both_gbs) * 1e9
     return link.to_device_gbs * 1e9, link.both_gbs * 1e9
+
+
+def with_teacher(
+    parts: Mapping[str, Estimate], step: StepShape, link: HostLink, forward_seconds: float
+) -> dict[str, Estimate]:
+    """The parts of a step whose teacher streams once: what its layers take longer to arrive than to compute is waited
+    for. `forward_seconds`: of the teacher.
+    """
+    assert step.teacher is not None
+    shape = teacher_shape(step, step.teacher)
+    alone, _ = rates_to_device(shape, link)
+    waiting = max(0.0, sum(streamed_by_layer(shape)) / alone - forward_seconds)
+    estimate = Estimate(value=waiting, low=waiting * 0.8, high=waiting * 1.5, origin="table")
+    return {**parts, WAITING_FOR_TEACHER: estimate}
 
 
 def streamed_step(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from bloomery.core.units import MIB
+from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import Shape, is_expert_stack, is_layer_matrix
 from bloomery.facts.limits import (
     STREAM_BUFFERS,
@@ -20,9 +21,10 @@ from bloomery.facts.limits import (
     pinned_together,
 )
 from bloomery.plan.estimate.activations import kept_by_layer, last_norm_bytes
+from bloomery.plan.estimate.mode import TrainingMode
 from bloomery.plan.estimate.moments import StepMoment, kept_logit_bytes, moments
 from bloomery.plan.estimate.reference import streamed_reference_bytes
-from bloomery.plan.estimate.states import TrainedLayer, stays_float32
+from bloomery.plan.estimate.states import TrainedLayer, TrainedModel, stays_float32
 from bloomery.plan.estimate.step import StepShape
 
 # Host memory of the process beside weights and states: interpreter, PyTorch, the GPU's runtime, batches.
@@ -74,6 +76,19 @@ def resident_weight_bytes(step: StepShape) -> float:
     """Of the weights that are on the device all the time: of a model that is trained in full, copies."""
     streamed = sum(step.model.by_layer(lambda layer: sum(layer_tensors(step, layer))))
     return max(0.0, step.model.weight_bytes(step.precision) - streamed)
+
+
+def teacher_shape(step: StepShape, teacher: ModelConfig) -> StepShape:
+    """The step of a frozen model whose layers stream, for its bytes on the device and on the host."""
+    mode = TrainingMode(freezes_model=True, quantize_kind=step.teacher_quantize)
+    return replace(
+        step,
+        model=TrainedModel(teacher, mode),
+        stream="layers",
+        teacher=None,
+        teacher_stream=False,
+        reference="none",
+    )
 
 
 def streamed_moments(step: StepShape) -> Iterator[StepMoment]:

@@ -51,10 +51,11 @@ from bloomery.recipe.objectives import (
     SimPo,
 )
 from bloomery.train.objectives.distillation import (
-    OwnTeacherPass,
+    TeacherPass,
     TeacherPlan,
     divergence_head,
     load_teacher,
+    teacher_pass,
 )
 from bloomery.train.objectives.losses import (
     LossParts,
@@ -450,10 +451,11 @@ def policy(inputs: ObjectiveInputs) -> Objective:
     assert isinstance(settings, Grpo | Rloo)
     loss_of = policy_loss_of(settings)
     head: Callable[[Batch], Head] = policy_scoring(settings, inputs.scoring)
+    before_teacher: TeacherPass | None = None
     further_terms: dict[str, tuple[float, Callable[[Batch], float]]] = {}
     if settings.teacher is not None:
         chunk = inputs.scoring.settings.chunk
-        teacher = None if settings.own_teacher is not None else inputs.load_teacher()
+        teacher, before_teacher = teacher_of(inputs)
         head = on_policy_head(settings, teacher, chunk, entropy=True)
         further_terms["teacher"] = (settings.teacher_kl_coef, count_loss_tokens)
     if settings.ce_coef:
@@ -487,7 +489,7 @@ def policy(inputs: ObjectiveInputs) -> Objective:
         head=head,
         loss=loss,
         count=loss_of.count,
-        before=one_after_the_other(reference_scores, teacher_pass(inputs), term_scales),
+        before=one_after_the_other(reference_scores, before_teacher, term_scales),
         loss_unit="completion",
     )
 
@@ -584,29 +586,34 @@ def distillation(settings: Distill, teacher: Decoder, *, chunk: int) -> Objectiv
 def distill(inputs: ObjectiveInputs) -> Objective:
     settings = inputs.objective
     assert isinstance(settings, Distill)
-    teacher = inputs.load_teacher()
-    return distillation(settings, teacher, chunk=inputs.scoring.settings.chunk)
+    teacher, before = teacher_of(inputs)
+    assert teacher is not None, "the labels are a dataset's: the model has nothing to tell itself"
+    objective = distillation(settings, teacher, chunk=inputs.scoring.settings.chunk)
+    return replace(objective, before=before)
 
 
 def on_policy_distill(inputs: ObjectiveInputs) -> Objective:
     """The teacher scores completions that the model sampled, at the temperature at which it did."""
     settings = inputs.objective
     assert isinstance(settings, OnPolicyDistill)
-    teacher = None if settings.own_teacher is not None else inputs.load_teacher()
+    teacher, before = teacher_of(inputs)
     return Objective(
         head=on_policy_head(settings, teacher, inputs.scoring.settings.chunk),
         loss=lambda output_4BT, batch: on_policy_loss(
             output_4BT, batch.loss_mask, sampled=settings.estimator == "sampled"
         ),
-        before=teacher_pass(inputs),
+        before=before,
         loss_unit="label",
     )
 
 
-def teacher_pass(inputs: ObjectiveInputs) -> OwnTeacherPass | None:
-    """What the model says as its own teacher, before the step; None where another model is the teacher."""
-    own = inputs.objective.own_teacher
-    return None if own is None else OwnTeacherPass(own, inputs.precision, inputs.together)
+def teacher_of(inputs: ObjectiveInputs) -> tuple[Decoder | None, TeacherPass | None]:
+    """The teacher, None where the model is its own; and its pass before a step, where it has one."""
+    teacher = None if inputs.objective.own_teacher is not None else inputs.load_teacher()
+    before = teacher_pass(
+        inputs.objective, teacher, precision=inputs.precision, together=inputs.together
+    )
+    return teacher, before
 
 
 def on_policy_head(
@@ -616,7 +623,7 @@ def on_policy_head(
     *,
     entropy: bool = False,
 ) -> Callable[[Batch], Head]:
-    """The head of a micro-batch of completions. `teacher`: None where the model is its own (`teacher_pass`)."""
+    """The head of a micro-batch of completions. `teacher`: None where the model is its own."""
     measure = DivergenceMeasure(settings.divergence, settings.temperature, settings.jsd_beta)
     return lambda batch: divergence_head(
         batch,

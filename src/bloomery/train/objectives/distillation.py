@@ -4,9 +4,9 @@ import json
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
@@ -36,9 +36,11 @@ from bloomery.model.configs import read_config
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import Divergence, DivergenceMeasure, HiddenRows, Teacher
 from bloomery.model.io.weights import load_decoder, quantize_model
+from bloomery.model.transformers_backend import TransformersBackbone
 from bloomery.model.vision import load_tower
-from bloomery.plan.types import RunPlan
-from bloomery.recipe.objectives import OwnTeacher, TeacherQuantize
+from bloomery.parallel.streamed import StreamedWeights
+from bloomery.plan.types import HostPlacement, RunPlan
+from bloomery.recipe.objectives import ObjectiveSection, OwnTeacher, TeacherQuantize
 from bloomery.recipe.schema import Quantize
 from bloomery.train.rl.rollout import teacher_batch
 
@@ -56,6 +58,8 @@ class TeacherPlan:
     sequence_length: int
     quantize: TeacherQuantize
     quantized_by: Dequantizer
+    stream: Literal["off", "layers"]
+    stream_host: HostPlacement
     is_packed: bool
     attention: str
     precision: str
@@ -71,6 +75,8 @@ class TeacherPlan:
             sequence_length=plan.data.sequence_length,
             quantize=teacher.quantize,
             quantized_by=plan.quantized_by,
+            stream=teacher.stream,
+            stream_host=plan.train.stream_host,
             # A rollout packs completions as documents.
             is_packed=plan.data.layout == "packed" or plan.objective.spec.samples,
             attention=plan.model.attention,
@@ -93,25 +99,21 @@ def load_teacher(plan: TeacherPlan) -> Decoder:
     source = saved_vision(plan.prepared)
     vision = None if source is None else teacher_vision(folder, source)
     dtype = matmul_dtype(plan.precision)
-    return _load(folder, dtype, plan.device, attention, plan.quantize, plan.quantized_by, vision)
+    form = _Form(plan.quantize, plan.quantized_by, plan.stream, plan.stream_host, plan.device)
+    return _load(folder, dtype, attention, form, vision)
 
 
 @lru_cache(maxsize=1)  # a replanned run keeps its teacher: two might not fit in memory
 def _load(
     folder: Path,
     dtype: torch.dtype,
-    device: str,
     attention: str,
-    kind: TeacherQuantize,
-    reader: Dequantizer,
+    form: "_Form",
     vision: Vision | None,
 ) -> Decoder:
+    device = form.device
     teacher = load_decoder(
-        folder,
-        dtype=dtype,
-        device=device,
-        attention=attention,
-        arrange=partial(_frozen, kind=kind, reader=reader),
+        folder, dtype=dtype, device=device, attention=attention, arrange=form.arrange
     )
     if vision is not None:
         # float16 overflows in some towers.
@@ -120,11 +122,32 @@ def _load(
     return teacher.requires_grad_(False)
 
 
-def _frozen(teacher: Decoder, *, kind: TeacherQuantize, reader: Dequantizer) -> None:
-    """In place, before the weights are read."""
-    teacher.requires_grad_(False)
-    if kind != "none":
-        quantize_model(teacher, Quantize(kind=kind), reader=reader)
+@final
+@dataclass(frozen=True)
+class _Form:
+    """What a teacher's weights are like, and where they are."""
+
+    quantize: TeacherQuantize
+    quantized_by: Dequantizer
+    stream: Literal["off", "layers"] = "off"
+    stream_host: HostPlacement = "pinned"
+    device: str = "cpu"
+
+    def arrange(self, teacher: Decoder) -> None:
+        """In place, before the weights are read."""
+        teacher.requires_grad_(False)
+        if self.quantize != "none":
+            quantize_model(teacher, Quantize(kind=self.quantize), reader=self.quantized_by)
+        if self.stream == "layers":
+            if isinstance(teacher.model, TransformersBackbone):
+                raise UserError(
+                    "not supported: layers of transformers do not stream",
+                    where="objective.teacher_stream",
+                    fix="set objective.teacher_stream=off, or choose another teacher",
+                )
+            teacher.weight_stream = StreamedWeights(
+                teacher, torch.device(self.device), placement=self.stream_host
+            )
 
 
 def teacher_vision(folder: Path, source: VisionSource) -> Vision:
@@ -163,7 +186,7 @@ def meta_teacher(plan: TeacherPlan) -> Decoder:
     torch.set_default_dtype(matmul_dtype(plan.precision))
     try:
         teacher = Decoder(config, attention=attention).eval()
-        _frozen(teacher, kind=plan.quantize, reader=plan.quantized_by)
+        _Form(plan.quantize, plan.quantized_by).arrange(teacher)
         return teacher
     finally:
         torch.set_default_dtype(default_dtype)
@@ -195,33 +218,50 @@ TEACHER_HIDDEN = "teacher_hidden"
 
 @final
 @dataclass(frozen=True)
-class OwnTeacherPass:
-    """Completes the micro-batches of a step with what the model says as its own teacher, `TEACHER_HIDDEN`.
+class TeacherPass:
+    """Completes the micro-batches of a step with the hidden states of their teacher, `TEACHER_HIDDEN`.
 
-    `base`: without its adapter; `live`: as it is. The pass is before the step's own, without gradients and dropout.
-    `together`: micro-batches that share each load of streamed weights.
+    The pass is before the step's own, without gradients and dropout. `teacher`: one whose layers stream; None for the
+    model itself, as it is (`live`) or without its adapter (`base`). `together`: micro-batches that share each load of
+    streamed weights; None: all of the step.
     """
 
-    kind: OwnTeacher
     precision: str
-    together: int = 1
+    teacher: Decoder | None = None
+    kind: OwnTeacher = "live"
+    together: int | None = None
 
     def __call__(self, model: Decoder, batches: Sequence[Batch]) -> list[Batch]:
+        teacher = model if self.teacher is None else self.teacher
+        is_base = self.teacher is None and self.kind == "base"
+        together = len(batches) if self.together is None else self.together
         rows = list[Tensor]()
-        without_adapter = adapters_disabled(model) if self.kind == "base" else nullcontext()
-        with eval_mode(model), without_adapter:
-            for start in range(0, len(batches), self.together):
+        with eval_mode(teacher), adapters_disabled(model) if is_base else nullcontext():
+            for start in range(0, len(batches), together):
                 group = [
-                    to_device(teacher_batch(batch), model.device)
-                    for batch in batches[start : start + self.together]
+                    to_device(teacher_batch(batch), teacher.device)
+                    for batch in batches[start : start + together]
                 ]
                 heads = [HiddenRows(loss_positions_of(batch)) for batch in group]
-                outputs = forward_all(model, group, heads, precision=self.precision)
+                outputs = forward_all(teacher, group, heads, precision=self.precision)
                 rows += [output.head for output in outputs]
         return [
             batch.with_extras(**{TEACHER_HIDDEN: rows_NS})
             for batch, rows_NS in zip(batches, rows, strict=True)
         ]
+
+
+def teacher_pass(
+    objective: ObjectiveSection, teacher: Decoder | None, *, precision: str, together: int
+) -> TeacherPass | None:
+    """The pass before a step of a model that is its own teacher, and of a teacher whose layers stream; None for one
+    that is on the device. `together`: micro-batches that share each load of the model's weights.
+    """
+    if objective.own_teacher is not None:
+        return TeacherPass(precision, kind=objective.own_teacher, together=together)
+    if teacher is not None and teacher.weight_stream is not None:
+        return TeacherPass(precision, teacher)
+    return None
 
 
 def loss_positions_of(batch: Batch) -> Tensor:
@@ -240,12 +280,13 @@ def divergence_head(
     entropy: bool = False,
     entropy_gradient: bool = False,
 ) -> Divergence:
-    """The head of one micro-batch; the teacher's forward runs inside it.
-
-    `teacher`: None for the model itself, whose pass has completed the batch (`OwnTeacherPass`).
+    """The head of one micro-batch. The teacher's forward runs inside it, unless a `TeacherPass` has completed the
+    batch. `teacher`: None for the model itself.
     """
 
     def hidden_rows(_positions_N: Tensor) -> Tensor:
+        if TEACHER_HIDDEN in batch.extras:
+            return batch.extras[TEACHER_HIDDEN]
         assert teacher is not None
         read = teacher_batch(batch)
         documents = None if teacher.model.backend == "sdpa" else read.documents
@@ -258,9 +299,8 @@ def divergence_head(
         )
         return states.flatten(0, 1)[loss_positions_of(read)]
 
-    if teacher is None:
-        teacher_of_batch = Teacher(lambda _positions_N: batch.extras[TEACHER_HIDDEN])
-    else:
+    teacher_of_batch = Teacher(hidden_rows)
+    if teacher is not None:
         teacher_of_batch = Teacher(hidden_rows, teacher.lm_head, teacher.config.final_softcap)
     return Divergence(
         batch.labels,

@@ -35,7 +35,7 @@ from bloomery.recipe.objectives import (
 )
 from bloomery.train.batch_source import SourceInputs, StepBatches
 from bloomery.train.objectives.build import Scoring, on_policy_head, policy_scoring
-from bloomery.train.objectives.distillation import OwnTeacherPass, TeacherPlan, load_teacher
+from bloomery.train.objectives.distillation import TeacherPlan, load_teacher, teacher_pass
 from bloomery.train.rl.advantages import Advantages, advantages_of
 from bloomery.train.rl.episodes import EpisodeSampler
 from bloomery.train.rl.groups import SampledGroups, control_totals
@@ -510,9 +510,12 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
         teacher = None if own is not None else load_teacher(TeacherPlan.of(plan))
         head = on_policy_head(objective, teacher, plan.model.score_chunk)
         seen = RolloutPictures(plan.data.prepared, held_out)
-        before = None
-        if own is not None:
-            before = OwnTeacherPass(own, plan.train.precision, plan.train.stream_micro_batches)
+        before = teacher_pass(
+            objective,
+            teacher,
+            precision=plan.train.precision,
+            together=plan.train.stream_micro_batches,
+        )
         taught = PolicyScores(inputs.state, head, None, plan.train, seen, before)
         if objective.teacher_prompt_template is not None:
             teacher_prompts = TeacherPrompts(
