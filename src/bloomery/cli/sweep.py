@@ -23,7 +23,6 @@ from bloomery.core.units import counted, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from bloomery.plan.types import PlanReport, RunPlan
-    from bloomery.sweep.drive import SweepEnd
     from bloomery.sweep.points import Point, Search
     from bloomery.sweep.table import SweepRun, SweepTable
 
@@ -163,7 +162,13 @@ def command(
         left_out = [{"settings": point.values} for point in end.left_out]
         print_json(table.document() | {"failed": failed, "left_out": left_out})
     else:
-        for line in _page(table, points, end):
+        for line in table_lines(table):
+            echo(line)
+        for failure in end.failures:
+            echo(f"{'failed':<11}{failure.point.text}: {failure.reason}")
+        if end.left_out:
+            echo(f"{'left out':<11}{counted(len(end.left_out), 'runs')} not started")
+        for line in verdict_lines(table):
             echo(line)
     if end.code in (75, 130):
         echo("next       the same command continues this sweep", err=True)
@@ -280,12 +285,12 @@ def _mean_seconds(plans: "list[RunPlan]") -> float | None:
     return sum(seconds) / len(seconds) if len(seconds) == len(plans) else None
 
 
-def _page(table: "SweepTable", points: "list[Point]", end: "SweepEnd") -> list[str]:
-    """The ranked runs with their noise, and who is best, if anyone is."""
+def table_lines(table: "SweepTable") -> list[str]:
+    """The ranked runs with their noise; with a picture of it where the terminal is wide enough."""
     from bloomery.view.plot import interval_strips
 
     shown = [run for run in table.runs if run.metric is not None]
-    rows = [["rank", table.metric, "95% interval", "p", *points[0].settings]]
+    rows = [["rank", table.metric, "95% interval", "p", *table.keys]]
     for rank, run in enumerate(shown, 1):
         rows.append([*_figures(rank, run), *run.settings.values()])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -302,10 +307,7 @@ def _page(table: "SweepTable", points: "list[Point]", end: "SweepEnd") -> list[s
     for cells, picture in zip(rows, ["", *pictures], strict=True):
         padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
         lines.append("  ".join([*padded, picture]).rstrip())
-    lines += [f"{'failed':<11}{failure.point.text}: {failure.reason}" for failure in end.failures]
-    if end.left_out:
-        lines.append(f"{'left out':<11}{counted(len(end.left_out), 'runs')} not started")
-    return [*lines, *_verdict(table)]
+    return lines
 
 
 def _figures(rank: int, run: "SweepRun") -> list[str]:
@@ -320,7 +322,7 @@ def _figures(rank: int, run: "SweepRun") -> list[str]:
     return [str(rank), f"{run.metric:.4f}", interval, p_value]
 
 
-def _verdict(table: "SweepTable") -> list[str]:
+def verdict_lines(table: "SweepTable") -> list[str]:
     """The best run, or those that the noise does not separate, and what to do next."""
     if table.best is None:
         return []
