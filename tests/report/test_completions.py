@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bloomery.monitor.events import EventLog, is_damaged, stamped_line
+from bloomery.monitor.events import EvalDone, EventLog, is_damaged, stamped_line
 from bloomery.report import write_report
 from bloomery.report.rewards import ShownTurn, shown_completions, shown_turns
 from runs_for_tests import made_up_run
@@ -121,3 +121,19 @@ def test_the_page_folds_calls_and_results(tmp_path: Path) -> None:
     assert "<summary>calls find</summary><pre>&lt;b&gt;</pre>" in page
     assert "<summary>find answers</summary><pre>&lt;script&gt;</pre>" in page
     assert "PLAIN" in page and "WHOLE" not in page
+
+
+def test_the_page_begins_with_what_the_model_could_do_before(tmp_path: Path) -> None:
+    before = EvalDone(
+        step=0,
+        loss=-0.125,
+        perplexity=None,
+        bits_per_byte=None,
+        tokens=9,
+        seconds=1.0,
+        metrics={"reward": 0.125},
+    )
+    with EventLog(tmp_path / "events.jsonl") as log:
+        for event in (*made_up_run(), before):
+            log(event)
+    assert "held-out reward before training 0.125" in write_report(tmp_path).read_text()

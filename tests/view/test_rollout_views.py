@@ -121,6 +121,19 @@ def test_lines_have_the_reward_before_the_loss():
     assert rows[1][4] == "0.400"
 
 
+def test_the_line_of_the_start_has_no_loss():
+    started, *rest = rl_run(4, eval_every=4)
+    before = EvalDone(
+        step=0, loss=-0.05, perplexity=None, bits_per_byte=None, tokens=9, seconds=1.0,
+        metrics={"reward": 0.05}, time=0.5,
+    )  # fmt: skip
+    events = [started, before, *rest, RunEnded(step=4, status="done", time=30.0)]
+    rows = [line.split() for line in printed(events) if line.strip()[:1].isdigit()]
+    assert rows[0][:3] == ["0", "0", "0.050"] and "skipped" not in rows[0]
+    # It is no candidate for the best checkpoint.
+    assert summary_of([started, replace(before, loss=-9.0), *rest]).best.step == 4
+
+
 def test_no_line_is_wider_than_the_page():
     """The last row names the best checkpoint and the time that it took: beside it or below it."""
     for memory in (False, True):

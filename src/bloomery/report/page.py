@@ -75,6 +75,7 @@ def page(
         if started.trainable is not None:
             parameters += f" ({format_count(started.trainable)} trainable)"
         lead.append(f"{parameters} on {started.device}")
+    lead += _of_rewards(record)
 
     # The commands that continue this run and that repeat it, from the folder that holds runs/.
     folder = record.folder
@@ -126,6 +127,18 @@ def page(
         machine=_machine(record),
         again=commands,
     )
+
+
+def _of_rewards(record: RunRecord) -> list[str]:
+    """What a reader must know before the curve of a reward: a control, and what the model could do before training."""
+    lines = []
+    control = getattr(record.plan.objective, "reward_control", "none") if record.plan else "none"
+    if control != "none":
+        lines.append(f"a control: trained on {control} rewards, the curve has the real ones")
+    before = next((event for event in record.evals if event.step == 0), None)
+    if before is not None and (reward := before.metrics.get("reward")) is not None:
+        lines.append(f"held-out reward before training {reward:.3f}")
+    return lines
 
 
 def _main_chart(record: RunRecord) -> Markup:

@@ -387,7 +387,8 @@ class PlainView:
             "step": str(step),
             "tokens": in_millions(self._summary.tokens),
             "reward": "" if self._reward is None else f"{self._reward:.3f}",
-            "loss": "skipped" if skipped else f"{self._loss:.2f}",
+            # The model as it begins is evaluated before there is a loss.
+            "loss": "" if step == 0 else "skipped" if skipped else f"{self._loss:.2f}",
             "tokens/s": "" if speed is None else f"{speed:,.0f}",
             "ETA": ""
             if seconds_left is None
