@@ -42,6 +42,7 @@ from bloomery.view.summary import in_millions
 
 UPDATE_SECONDS = 2.0
 MOST_RUNS = 20
+FIRST_CHARTS = ("Loss", "Validation loss", "Reward")  # what decides; the others follow the tables
 MOST_AXES = 7  # of settings, in the picture
 LEAST_LINES = 3  # runs from which on a picture says more than a table
 SUBJECT = "differences of runs"  # of its commands
@@ -303,7 +304,7 @@ class CompareView:
                 )
         self._problem = ui.label().classes("studio-text text-negative").props("role=status")
         self._verdict = sentence("")
-        self._grid = ui.element("div").classes("w-full grid gap-4 grid-cols-1 md:grid-cols-2")
+        self._first_grid = ui.element("div").classes("w-full grid gap-4 grid-cols-1 md:grid-cols-2")
         with card("Settings and result", "colored by rank, the best on top") as self._picture:
             self._lines = ui.element("div").classes("w-full")
         self._picture.visible = False
@@ -321,6 +322,7 @@ class CompareView:
                     classes="muted small",
                 )
         self._command = CommandView(commands, SUBJECT)
+        self._grid = ui.element("div").classes("w-full grid gap-4 grid-cols-1 md:grid-cols-2")
 
     def _show_name(self, index: int, name: str) -> None:
         line = f"border-bottom: 3px {dash_of(index)} {color_of(index)}"
@@ -492,7 +494,7 @@ class CompareView:
 
     def _chart(self, title: str, names: tuple[str, ...], unit: str) -> LineChart:
         if title not in self._charts:
-            with self._grid:
+            with self._first_grid if title in FIRST_CHARTS else self._grid:
                 self._charts[title] = LineChart(
                     title, names, unit=unit, across=self.axis, has_legend=False
                 )
