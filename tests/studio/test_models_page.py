@@ -325,7 +325,7 @@ def test_two_models_answer_through_studio_and_others_replace_them(tmp_path, monk
         assert server.process.state == "ready", server.process.text()
         assert server.token not in server.process.text()
 
-        assert "<title>Bloomery: try a model</title>" in client.get("/serve/").text
+        assert "<title>Chat · Bloomery</title>" in client.get("/serve/").text
         assert client.get("/serve/metrics").status_code == 404
         names = [model["id"] for model in client.get("/serve/v1/models").json()["data"]]
         assert names == ["one", "two"]

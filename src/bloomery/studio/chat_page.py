@@ -19,7 +19,7 @@ from bloomery.studio.stored_models import ListedModel, stored_models
 
 UPDATE_SECONDS = 0.5
 MOST_OFFERED = 9  # models as large buttons; the field above lists all
-DEVICES = {"auto": "fastest device", "cpu": "CPU, while a GPU trains"}
+DEVICES = {"auto": "fastest device", "cpu": "CPU"}
 
 
 async def chat_page(servers: ModelServers, models: Sequence[str], device: str) -> None:
@@ -71,9 +71,8 @@ class ModelChoices:
             self._add_field("Model", 0)
             if models:
                 self._add_field("Next to it", 1)
-            else:
-                place = ui.select(DEVICES, value=device, label="Computed by", on_change=self._move)
-                place.props("outlined dense").classes("w-64 max-w-full")
+            place = ui.select(DEVICES, value=device, label="Computed by", on_change=self._move)
+            place.props("outlined dense").classes("studio-device")
 
     def _add_field(self, label: str, number: int) -> None:
         value = self.models[number] if number < len(self.models) else None
@@ -102,6 +101,8 @@ class ModelChoices:
 
     def _move(self, event: ValueChangeEventArguments[str]) -> None:
         self.device = event.value
+        if self.models:
+            self.open(self.models)
 
     def open(self, models: Sequence[str]) -> None:
         ui.navigate.to(address_of_chat(list(dict.fromkeys(models)), self.device))
