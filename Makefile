@@ -50,7 +50,7 @@ check:
 # The pages that are made from the code, in seconds. Apart are: plan_pages.py (output of `bloomery plan` in the docs, a
 # minute: `make plan-pages`), methods_page.py --draw (benchmarks/methods.py measures first, an hour), triton_tiles.py
 # (needs Triton), and the golden outputs of tests (BLOOMERY_UPDATE=1 python -m pytest tests/docs).
-PAGES := reference_pages symptoms support_page models_page cards_page migration_pages pipeline_page methods_page triton_page which_model_page stream_page tree
+PAGES := reference_pages symptoms support_page models_page cards_page migration_pages pipeline_page methods_page triton_page which_model_page stream_page sweep_page tree
 pages:
 	@$(PYTHON) scripts/setup.py test
 	@for page in $(PAGES); do $(PY) scripts/$$page.py || exit 1; done

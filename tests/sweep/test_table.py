@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from bloomery.cli import cli
+from bloomery.cli.sweep import table_lines, verdict_lines
 from bloomery.core.errors import UserError
 from bloomery.core.run_folder import RunFolder, every_run, find_run
 from bloomery.core.run_lock import hold_run_lock
@@ -183,3 +184,20 @@ def test_the_chart_has_a_dot_for_each_figure_on_a_logarithmic_axis(folder):
     # 1e-4, 1e-3 and 1e-2 are as far from each other.
     assert by_kind["stopped"] + by_kind["plain"] == pytest.approx(2 * by_kind["best"], abs=0.2)
     assert chart.count('class="whisker"') == 2 and "(logarithmic)" in chart
+
+
+@pytest.mark.parametrize(("columns", "pictures"), [("140", True), ("60", False)])
+def test_the_text_has_a_line_for_each_figure_and_a_picture_where_there_is_room(
+    folder, monkeypatch, columns, pictures
+):
+    monkeypatch.setenv("COLUMNS", columns)
+    table = read_sweep(folder.path)
+    head, best, worse, stopped = table_lines(table)
+    assert head.split() == ["rank", "eval.loss", "95%", "interval", "p", KEY]
+    assert best.split()[0] == "1" and best.split()[1] == f"{table.runs[0].metric:.4f}"
+    assert worse.split()[0] == "2" and stopped.split()[0] == "-"
+    assert "stopped at step 30" in stopped
+    assert [("●" in line or "o" in line.split()[-1]) for line in (best, worse)] == [pictures] * 2
+    verdict = verdict_lines(table)
+    assert verdict[0].startswith("best") and f"{KEY}=1e-3" in verdict[0]
+    assert verdict[1].endswith(f"bloomery chat {folder.path.name}/learning_rate-1e-3")
