@@ -12,6 +12,9 @@ function withoutFillers(text) {
   return text.includes('"') || kept.join("") === "" ? text : kept.join(" ");
 }
 
+// A screen reader names the dialog; the theme leaves it without a name.
+document.querySelector("[data-md-component=search]")?.setAttribute("aria-label", "Search");
+
 const field = document.querySelector("[data-md-component=search-query]");
 if (field) {
   const { get, set } = Object.getOwnPropertyDescriptor(HTMLInputElement.prototype, "value");
