@@ -7,11 +7,10 @@ import pytest
 from words_of_docs import ROOT, shown_equals
 
 from bloomery.cli import main
-from bloomery.cli.plan import NEWEST_FIRST, by_release
 from bloomery.facts.counting import parameter_count
 from bloomery.facts.objectives import OBJECTIVES
 from bloomery.plan.resolve import local_facts
-from bloomery.recipe.load import load_recipe, packaged, twins
+from bloomery.recipe.load import NEWEST_FIRST, by_release, load_recipe, packaged, twins
 
 
 def test_the_page_on_recipes_lists_each_of_them_once():

@@ -473,45 +473,10 @@ def recipes_command(context: click.Context) -> None:
         context.invoke(list_)
 
 
-# Fine-tuning recipes by the release of their model, the newest first; then pretraining and the demos.
-NEWEST_FIRST = (
-    "qwen3.8",
-    "gemma4",
-    "qwen3.5",
-    "lfm2.5",
-    "ministral3",
-    "olmo3",
-    "granite4",
-    "gpt-oss",
-    "smollm3",
-    "qwen3-vl",
-    "qwen3",
-    "gemma3",
-    "smolvlm2",
-    "phi4",
-    "olmoe",
-    "granite3.1",
-    "llama3.2",
-    "qwen2.5",
-    "llama3.1",
-    "frontier-llama3.1",
-    "llama2",
-    "moe",
-    "go-coder",
-    "demo",
-)
-
-
-def by_release(name: str) -> int:
-    """The rank of a recipe in the list: the index of its family in NEWEST_FIRST."""
-    ranks = (rank for rank, family in enumerate(NEWEST_FIRST) if name.startswith(family))
-    return next(ranks, len(NEWEST_FIRST))
-
-
 @recipes_command.command("list")
 def list_() -> None:
     """List the packaged recipes with model, dataset and GPU."""
-    from bloomery.recipe.load import packaged, twins
+    from bloomery.recipe.load import by_release, packaged, twins
 
     # The first line of a packaged recipe is a comment `# METHOD: MODEL, DATASET, GPU.`; the demos have another.
     rows = [("recipe", "method", "model", "GPU", "dataset")]

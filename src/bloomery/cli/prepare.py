@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from bloomery.data.prepare.stats import DatasetCheck, Preview
     from bloomery.data.shards import Manifest, SplitPart
     from bloomery.recipe.load import LoadedRecipe
-    from bloomery.report.previews import ShownDocument
 
 _PHASE_TITLES = {
     "tokenizer": "training the tokenizer",
@@ -32,7 +31,6 @@ _PHASE_TITLES = {
 _COLORS = ("cyan", "green", "yellow", "magenta")
 _LOSS_STYLES = ("bold green", "bold cyan")
 _MASKED_STYLES = ("dim", "dim italic")
-_MAX_PREVIEW_TOKENS = 400  # of a document
 _MAX_BAR_WIDTH = 40  # characters
 
 
@@ -283,19 +281,19 @@ def _preview(
     from rich.console import Console
     from rich.text import Text
 
-    from bloomery.data.prepare.prepare import preparation, refuse_layout
-    from bloomery.data.prepare.stats import preview
     from bloomery.plan.gather import left_out_parts, unread_columns
-    from bloomery.report.previews import picture_text, preview_page
+    from bloomery.report.previews import (
+        counts_of,
+        first_rows,
+        picture_text,
+        preview_page,
+        shown_document,
+    )
 
-    refuse_layout(loaded_recipe.recipe)
-    data = loaded_recipe.recipe.data
-    length = data.sequence_length
+    length = loaded_recipe.recipe.data.sequence_length
     console = Console(highlight=False)
-    with reporting() as report, preparation(loaded_recipe, folder, report=report) as preparing:
-        documents = list(
-            preview(preparing, num_documents, sequence_length=length, layout=data.layout)
-        )
+    with reporting() as report:
+        documents = first_rows(loaded_recipe, folder, num_documents, report=report)
 
     for columns in unread_columns(loaded_recipe.recipe):
         echo(f"not read   {columns}")
@@ -303,7 +301,9 @@ def _preview(
         echo(f"template   {note}")
 
     if page is not None:
-        text = preview_page(loaded_recipe.name, [_shown(each, length) for each in documents])
+        text = preview_page(
+            loaded_recipe.name, [shown_document(each, length) for each in documents]
+        )
         try:
             write_durably(page, text.encode("utf-8", errors="replace"))
         except OSError as error:
@@ -318,7 +318,7 @@ def _preview(
         role = f" ({document.role})" if document.role else ""
         kind = f"{document.kind} · " if document.kind else ""
         title = f"{document.source}{role}"
-        counts = f"  {document.split} · {kind}{_counts(document, length)}"
+        counts = f"  {document.split} · {kind}{counts_of(document, length)}"
         console.print(Text.assemble((title, "bold"), (counts, "")), soft_wrap=True)
         for number, picture in enumerate(document.pictures, start=1):
             echo(f"picture {number}  {picture_text(picture)}")
@@ -330,56 +330,6 @@ def _preview(
         console.print("loss on: between ⟦ and ⟧" if console.color_system is None else legend)
 
 
-def _shown(document: "Preview", sequence_length: int) -> "ShownDocument":
-    """A document for the page, cut where it is long, as on a terminal."""
-    from bloomery.report.previews import ShownDocument, ShownPicture
-
-    # The first token has no loss: nothing predicts it. Of a document without a mask, nothing is marked.
-    mask = None if document.loss_mask is None else [False, *document.loss_mask[1:]]
-    pieces, mask = _with_short_pictures(document, mask)
-    kept = pieces[:_MAX_PREVIEW_TOKENS]
-    learned = [False] * len(kept) if mask is None else mask[: len(kept)]
-    role = f" ({document.role})" if document.role else ""
-    kind = f"{document.kind} · " if document.kind else ""
-    return ShownDocument(
-        f"{document.source}{role}",
-        f"{document.split} · {kind}{_counts(document, sequence_length)}",
-        tuple(map(ShownPicture.of, document.pictures)),
-        list(zip(map(_visible, kept), learned, strict=True)),
-        len(pieces) - len(kept),
-    )
-
-
-def _counts(document: "Preview", sequence_length: int) -> str:
-    """The tokens, loss tokens and sequences of a document, or the reason why training leaves it out."""
-    if document.bad_row:
-        return f"left out: {_visible(document.bad_row)}"
-
-    # Plain text has a loss on every token and is packed into sequences.
-    truncation = f" · {document.cut:,} tokens truncated" if document.cut else ""
-    sequences = f"{counted(document.sequences, 'sequences')} of {sequence_length:,} tokens"
-    tokens = f"{len(document.ids):,} tokens"
-    if document.pictures and document.cut:
-        return f"{tokens} · left out: longer than {sequence_length:,}, and a text with pictures is never cut"
-    if document.kind == "prompt":
-        return tokens
-    if document.loss_mask is None:
-        return f"{tokens} · {sequences}{truncation}"
-
-    # The loss is on the prediction of a token, and nothing predicts the first one.
-    loss_tokens = sum(document.loss_mask[1:])
-    tokens += f" · loss on {loss_tokens:,}{truncation}"
-    if document.kind == "text":
-        return f"{tokens} · {sequences}"
-    if document.sequences:
-        return tokens
-
-    if not loss_tokens:
-        return f"{tokens} · left out: all labels are masked"
-    side = " on one side of the pair" if document.role in ("chosen", "rejected") else ""
-    return f"{tokens} · left out: no loss tokens{side} after truncation to {sequence_length:,}"
-
-
 def _colored(document: "Preview") -> "Text":
     """The tokens of a document: neighbors in different colors, loss tokens bright and masked tokens dim.
 
@@ -388,21 +338,23 @@ def _colored(document: "Preview") -> "Text":
     from rich.console import Console
     from rich.text import Text
 
+    from bloomery.report.previews import MOST_TOKENS, visible, with_short_pictures
+
     colorless = Console().color_system is None
     text = Text()
     # The first token has no loss: nothing predicts it.
     loss_mask = None if document.loss_mask is None else [False, *document.loss_mask[1:]]
-    all_pieces, loss_mask = _with_short_pictures(document, loss_mask)
-    pieces = all_pieces[:_MAX_PREVIEW_TOKENS]
+    all_pieces, loss_mask = with_short_pictures(document, loss_mask)
+    pieces = all_pieces[:MOST_TOKENS]
     for index, piece in enumerate(pieces):
         if loss_mask is None:
             bar = "|" if colorless and index else ""
-            text.append(bar + _visible(piece), style=_COLORS[index % len(_COLORS)])
+            text.append(bar + visible(piece), style=_COLORS[index % len(_COLORS)])
             continue
 
         styles = _LOSS_STYLES if loss_mask[index] else _MASKED_STYLES
         if not colorless:
-            text.append(_visible(piece), style=styles[index % 2])
+            text.append(visible(piece), style=styles[index % 2])
             continue
 
         # Brackets stand at the ends of a stretch of loss tokens, bars between the tokens of any stretch.
@@ -410,35 +362,11 @@ def _colored(document: "Preview") -> "Text":
         ends = loss_mask[index] and (index + 1 == len(pieces) or not loss_mask[index + 1])
         continues = index and loss_mask[index] == loss_mask[index - 1]
         bar = "¦" if continues and not pieces[index - 1].endswith("\n") else ""
-        text.append(f"{bar}{'⟦' * starts}{_visible(piece)}{'⟧' * ends}", style=styles[index % 2])
+        text.append(f"{bar}{'⟦' * starts}{visible(piece)}{'⟧' * ends}", style=styles[index % 2])
     num_hidden = len(all_pieces) - len(pieces)
     if num_hidden:
         text.append(f" ... and {num_hidden:,} more tokens", style="dim")
     return text
-
-
-def _with_short_pictures(
-    document: "Preview", loss_mask: list[bool] | None
-) -> tuple[list[str], list[bool] | None]:
-    """Pieces and loss mask with one piece for each stretch of a picture's tokens, which says how many there are."""
-    starts = [
-        index
-        for index, token in enumerate(document.ids)
-        if not (index and token == document.picture_id == document.ids[index - 1])
-    ]
-    pieces = list[str]()
-    for start, end in zip(starts, [*starts[1:], len(document.ids)], strict=True):
-        times = f" x {end - start:,} " if end - start > 1 else ""
-        pieces.append(document.pieces[start] + times)
-    return pieces, None if loss_mask is None else [loss_mask[start] for start in starts]
-
-
-def _visible(piece: str) -> str:
-    """The text with escapes for control characters: untrusted text must not control a terminal."""
-    return "".join(
-        char if char in "\n\t" or char.isprintable() else char.encode("unicode_escape").decode()
-        for char in piece
-    )
 
 
 def _check(loaded_recipe: "LoadedRecipe", folder: Path, manifest: "Manifest") -> None:
@@ -485,6 +413,8 @@ def _check(loaded_recipe: "LoadedRecipe", folder: Path, manifest: "Manifest") ->
 
 
 def _print_health(check: "DatasetCheck") -> None:
+    from bloomery.report.previews import visible
+
     if check.kind != "prompts":
         longer = counted(check.longer, check.unit_name)
         echo(f"sequences  {check.sequences:,}; {longer} longer, {check.cut:,} tokens truncated")
@@ -502,7 +432,7 @@ def _print_health(check: "DatasetCheck") -> None:
         bar = "█" * round(_MAX_BAR_WIDTH * count / max_count)
         echo(f"  to {max_length:>11,} tokens {count:>11,}  {bar}")
     for warning in check.warnings:
-        echo(f"warning    {_visible(warning)}")
+        echo(f"warning    {visible(warning)}")
 
 
 @click.group()

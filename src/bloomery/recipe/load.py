@@ -93,6 +93,41 @@ def packaged() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
+# Fine-tuning recipes by the release of their model, the newest first; then pretraining and the demos.
+NEWEST_FIRST = (
+    "qwen3.8",
+    "gemma4",
+    "qwen3.5",
+    "lfm2.5",
+    "ministral3",
+    "olmo3",
+    "granite4",
+    "gpt-oss",
+    "smollm3",
+    "qwen3-vl",
+    "qwen3",
+    "gemma3",
+    "smolvlm2",
+    "phi4",
+    "olmoe",
+    "granite3.1",
+    "llama3.2",
+    "qwen2.5",
+    "llama3.1",
+    "frontier-llama3.1",
+    "llama2",
+    "moe",
+    "go-coder",
+    "demo",
+)
+
+
+def by_release(name: str) -> int:
+    """The rank of a recipe in the list: the index of its family in NEWEST_FIRST."""
+    ranks = (rank for rank, family in enumerate(NEWEST_FIRST) if name.startswith(family))
+    return next(ranks, len(NEWEST_FIRST))
+
+
 def twins() -> list[str]:
     """The packaged recipes NAME-tiny that are another one, NAME, with a small random model and data of this machine."""
     names = packaged()

@@ -23,7 +23,7 @@ from bloomery.recipe.schema import Source
 MOST_ENTRIES = 60  # files and folders of the working folder that are offered
 COUNTED_BYTES = 2**26  # of a JSON Lines file whose rows are counted, not estimated
 MODEL_FILES = ("config.json", "adapter_config.json")
-NO_DATA = ("runs", "exports", "models", "node_modules", "__pycache__")
+NO_DATA = ("runs", "prepared", "exports", "models", "node_modules", "__pycache__")
 NO_DATA_FILES = ("readme", "license", "licence", "changelog", "package", "tsconfig", "requirements")
 
 

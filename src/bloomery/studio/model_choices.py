@@ -16,7 +16,7 @@ from bloomery.facts.families import family_label
 from bloomery.hub import cached_model, is_hub_id
 from bloomery.infer.model_folder import folder_of_step
 from bloomery.model.configs import known_config
-from bloomery.recipe.load import load_recipe, packaged, twins
+from bloomery.recipe.load import by_release, load_recipe, packaged, twins
 from bloomery.recipe.yaml import read_yaml
 from bloomery.studio.stored_models import ADAPTER, stored_models
 
@@ -42,7 +42,8 @@ def recipe_choices() -> tuple[Choice, ...]:
     """The packaged recipes that train a model, without their small twins: the first line of each says what it does."""
     small_twins = twins()
     choices = list[Choice]()
-    for name, path in packaged().items():
+    newest_first = sorted(packaged().items(), key=lambda item: (by_release(item[0]), item[0]))
+    for name, path in newest_first:
         method, colon, description = _first_line(path).partition(": ")
         if not colon or name in small_twins or name.startswith("demo"):
             continue

@@ -9,16 +9,20 @@ from pathlib import Path
 from typing import Any, final
 
 from nicegui import ui
+from nicegui.events import UploadEventArguments
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_whole
 from bloomery.core.run_folder import propose_folder
 from bloomery.core.text import harmless
 from bloomery.facts.rates import rate_text
+from bloomery.hub import Kind
 from bloomery.studio.commands import Commands
-from bloomery.studio.components import choice, heading, note, text
+from bloomery.studio.components import button, choice, heading, note, text, toolbar
 from bloomery.studio.data_choices import PURPOSES, data_here, described
-from bloomery.studio.frame import CommandView, notify, page, update_every
+from bloomery.studio.frame import notify, page, question
+from bloomery.studio.given_files import MOST_BYTES, free_path, save_pasted
+from bloomery.studio.hub_search import is_searched, search
 from bloomery.studio.model_choices import (
     Choice,
     first_choices,
@@ -34,6 +38,7 @@ from bloomery.studio.recipe_answers import (
     answered,
     answers_of,
     question_of,
+    sentence_of,
     sentence_of_plan,
 )
 from bloomery.studio.recipe_form import (
@@ -48,6 +53,7 @@ from bloomery.studio.recipe_form import (
     without_defaults,
     write_recipe,
 )
+from bloomery.studio.rows_shown import show_rows, shown_rows
 from bloomery.studio.settings_form import SettingsForm, show_mistake
 from bloomery.studio.watching import Watching, address_of
 
@@ -108,6 +114,7 @@ class NewRun:
         self._inherited: frozenset[str] = frozenset()
         self._refused: dict[str, str] = {}  # by key: why the value of its input is not in the text
         self._folder = Path()  # of the run that Start would make
+        self._rows_text = ""  # of the recipe whose rows are shown
         self._named = ""  # the recipe's name that is in it
         self._version = 0  # of the text
         self._num_changes = 0  # that are being made or planned
@@ -130,6 +137,7 @@ class NewRun:
                 "Choose, or type a folder or ORG/NAME",
                 on_answer=self._answer_model,
                 on_open=self._open_models,
+                on_type=partial(self._search, "model"),
             )
 
     def _ask_data(self) -> None:
@@ -139,14 +147,22 @@ class NewRun:
                 "Choose, or type a path or hub:ORG/NAME",
                 on_answer=self._answer_data,
                 on_open=self._open_data,
+                on_type=partial(self._search, "dataset"),
             )
             self._columns = ui.element("div").classes("columns")
-            self._preview_button = ui.button(
-                "Show rows as the model reads them", icon="visibility", on_click=self._preview
-            )
-            self._preview_button.props("outline dense no-caps").classes("self-start")
-            self._preview_view = CommandView(self.commands, "", opened=True)
-            update_every(1.0, self._preview_view.update)
+            upload = ui.upload(
+                on_upload=self._uploaded,
+                on_rejected=lambda: self._data.tell("", "the file is larger than 2 GiB: copy it"),
+                auto_upload=True,
+                max_file_size=MOST_BYTES,
+            ).classes("hidden")
+            with toolbar():
+                button("Upload", lambda: upload.run_method("pickFiles"), icon="upload_file")
+                button("Paste", self._paste, icon="content_paste")
+                self._preview_button = button(
+                    "Show rows as the model reads them", self._preview, icon="visibility"
+                )
+            self._rows = ui.element("div").classes("rows-shown")
 
     def _ask_purpose(self) -> None:
         with _question("3", "What should it learn?", "the columns of your data propose it"):
@@ -198,6 +214,53 @@ class NewRun:
         for index, name in enumerate(names):
             here[index] = Choice(name, name, await asyncio.to_thread(described, name))
         self._data.offer(groups)
+
+    async def _search(self, kind: Kind, words: str) -> None:
+        """Adds what the Hub has by these words, once nothing has been typed for a while."""
+        picker = self._model if kind == "model" else self._data
+        await asyncio.sleep(TYPING_SECONDS)
+        if picker.value != words or not is_searched(words):
+            return
+        picker.offer_found(Group("On the Hub", (), "Searching the Hub ..."))
+        found = await asyncio.to_thread(search, kind, words)
+        if picker.value == words:
+            picker.offer_found(Group("On the Hub", found.choices, found.remark))
+
+    async def _uploaded(self, event: UploadEventArguments) -> None:
+        try:
+            path = free_path(event.file.name)
+            await event.file.save(path)
+        except (UserError, OSError) as error:
+            words = sentence_of(error) if isinstance(error, UserError) else str(error.strerror)
+            self._data.tell("", harmless(words))
+            return
+        await self._take_file(path)
+
+    def _paste(self) -> None:
+        with question("Paste rows or text") as dialog:
+            field = ui.textarea(
+                placeholder='{"messages": [{"role": "user", "content": "..."}, ...]}'
+            ).props('outlined rows=12 aria-label="Rows or text"')
+            field.classes("w-full")
+            mistake = text("", "p", "small bad").props("role=alert")
+
+            async def use() -> None:
+                try:
+                    path = save_pasted(field.value or "")
+                except UserError as error:
+                    mistake.text = sentence_of(error)
+                    return
+                dialog.close()
+                await self._take_file(path)
+
+            with toolbar():
+                button("Use it", use, kind="go")
+                button("Cancel", dialog.close, kind="quiet")
+        dialog.open()
+
+    async def _take_file(self, path: Path) -> None:
+        await self.offer()
+        await self._answer_data(str(path))
 
     async def _answer_model(self, value: str) -> None:
         await self._answer(replace(self.answers, model=value), changed="model")
@@ -361,8 +424,8 @@ class NewRun:
             if key != "data":  # not chosen yet is no mistake
                 mistakes.setdefault(question_of(key, self.answers), words)
         shows_problem = bool(result.problem)
-        if result.problem and (question := question_of(result.where, self.answers)):
-            mistakes.setdefault(question, sentence_of_plan(result))
+        if result.problem and (asked := question_of(result.where, self.answers)):
+            mistakes.setdefault(asked, sentence_of_plan(result))
             shows_problem = False
 
         self._model.fill(self.answers.model)
@@ -381,6 +444,9 @@ class NewRun:
             with suppress(UserError):
                 command = command_line(*self._arguments(str(proposed_path(self.text, result.name))))
         self._preview_button.visible = not missing
+        if self._rows_text != self.text:  # these rows are of other answers
+            self._rows.clear()
+            self._rows_text = self.text
         shown = result if shows_problem else replace(result, problem="", fix="")
         self.panel.show(shown, missing=missing, command=command, is_startable=not missing)
 
@@ -389,12 +455,12 @@ class NewRun:
         result = self.planned
         if self.answered.missing:
             return self.answered.missing
-        for question, words in (
+        for name, words in (
             ("model", "Correct the model first."),
             ("data", "Correct the data first."),
             ("purpose", "Answer the third question first."),
         ):
-            if mistakes.get(question):
+            if mistakes.get(name):
                 return words
         if result.problem or self._refused or mistakes:
             return "Correct the settings first."
@@ -512,10 +578,18 @@ class NewRun:
 
     async def _preview(self) -> None:
         await self._settle()
-        path = self._write()
-        if path is not None and self._begin(("prepare", str(path), "--preview", "3"), str(path)):
-            self._preview_view.subject = str(path)
-            self._preview_view.update()
+        self._preview_button.props("loading")
+        try:
+            documents = await asyncio.to_thread(shown_rows, self.text, self.name)
+        except UserError as error:
+            self._rows.clear()
+            with self._rows:
+                note(sentence_of(error), "bad")
+        else:
+            show_rows(self._rows, documents)
+            self._rows_text = self.text
+        finally:
+            self._preview_button.props(remove="loading")
 
     async def _save(self) -> None:
         await self._settle()
@@ -525,24 +599,24 @@ class NewRun:
 
     async def _start(self) -> None:
         """Starts what the page shows: a field that is left by a click of the button is still being planned."""
-        button = self.panel.start
-        if not button.enabled:  # the second click of two
+        start = self.panel.start
+        if not start.enabled:  # the second click of two
             return
-        pressed = button.text
-        button.enabled = False
-        button.props("loading")
+        pressed = start.text
+        start.enabled = False
+        start.props("loading")
         await self._settle()
-        button.props(remove="loading")
+        start.props(remove="loading")
         self.show()
         # It may say by now that the recipe does not fit, to which nobody has agreed.
-        if not button.enabled or button.text != pressed:
+        if not start.enabled or start.text != pressed:
             return
         path = self._write()
         if path is None:
             return
         arguments = self._arguments(str(path))
         if self._begin(arguments, self._folder.name):
-            button.enabled = False
+            start.enabled = False
             ui.navigate.to(address_of(self._folder.name))
 
     def _write(self) -> Path | None:

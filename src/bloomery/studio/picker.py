@@ -11,7 +11,7 @@ from bloomery.studio.components import chip, text
 from bloomery.studio.model_choices import Choice, matching, shown
 from bloomery.studio.settings_form import show_mistake
 
-MOST_ROWS = 40  # of a group
+MOST_ROWS, MOST_TYPED = 80, 8  # of a group: of all, and of those with the words that are typed
 # The focus has left the field, and is not on its way to a row of the list.
 _LEFT = (
     "(event) => { const list = event.currentTarget.querySelector('.picker-list');"
@@ -50,6 +50,7 @@ class Picker:
         self._on_type = on_type
         self._groups: Sequence[Group] = ()
         self._first: Sequence[Choice] = ()
+        self._found: Group | None = None
         self._answer = ""
         with ui.element("div").classes("picker") as box:
             self.input = ui.input(placeholder=placeholder, on_change=self._typed)
@@ -91,6 +92,12 @@ class Picker:
         if self._list.visible:
             self._show_list()
 
+    def offer_found(self, group: Group) -> None:
+        """What was searched for elsewhere by what is typed."""
+        self._found = group
+        if self._list.visible:
+            self._show_list()
+
     def _show_chips(self) -> None:
         self._chips.clear()
         with self._chips:
@@ -105,6 +112,7 @@ class Picker:
     async def _typed(self) -> None:
         if self.value == self._answer:
             return
+        self._found = None
         if self._list.visible:
             self._show_list()
         if self._on_type is not None:
@@ -122,13 +130,20 @@ class Picker:
         self._list.clear()
         with self._list:
             for title, choices, remark in self._groups:
-                rows = list(matching(list(choices), typed))[:MOST_ROWS]
+                most = MOST_TYPED if typed else MOST_ROWS
+                rows = list(matching(list(choices), typed))[:most]
                 if not rows and not remark:
                     continue
                 text(title, "p").classes("picker-title")
                 if remark:
                     text(remark, "p").classes("picker-remark")
                 for choice in map(shown, rows):
+                    self._row(choice)
+            if typed and self._found is not None:
+                text(self._found.title, "p").classes("picker-title")
+                if self._found.remark:
+                    text(self._found.remark, "p").classes("picker-remark")
+                for choice in map(shown, self._found.choices):
                     self._row(choice)
 
     def _row(self, choice: Choice) -> None:

@@ -1,6 +1,7 @@
 """A recipe as a form and as YAML, both ways, and its plan for this machine. Does not import torch."""
 
 import io
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from ruamel.yaml.error import YAMLError
 
 from bloomery.core.errors import UserError, of_the_system, system_errors_worded
 from bloomery.core.text import harmless
-from bloomery.hub import PREFIX, is_hub_id, local_model
+from bloomery.hub import PREFIX, cached_model, is_hub_id, local_model
 from bloomery.model.io.stored import is_bare
 from bloomery.plan.gather import models_of
 from bloomery.plan.notes import is_dataset_assumed, missing_datasets, plan_notes
@@ -335,14 +336,21 @@ def planned(text: str, name: str) -> Planned:
 
 def _blockers(recipe: Recipe, plan: RunPlan) -> Iterator[tuple[str, str]]:
     """Why `train` would end at once, each with the key that it is about."""
+    is_offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+    offline = "is not on this machine, and HF_HUB_OFFLINE prevents the download"
     for name in models_of(recipe):
+        if is_offline and is_hub_id(name) and cached_model(name, weights=True) is None:
+            yield "model.from", f"{name} {offline}"
         if not is_random(name) and not is_hub_id(name) and is_bare(local_model(name)):
             yield "model.from", harmless(f"no weights in {name}: `bloomery train` would fail")
     if is_dataset_assumed(recipe):
         yield "data", "no dataset is chosen"
         return
     for path in missing_datasets(recipe, plan):
-        if not path.startswith(PREFIX):
+        if path.startswith(PREFIX):
+            if is_offline:
+                yield "data.path", f"{path} {offline}"
+        else:
             yield "data.path", harmless(f"no such file or folder: {path}")
 
 
