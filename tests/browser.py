@@ -217,9 +217,27 @@ class Browser:
         self._call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
         return x, y
 
-    def press_mouse(self, x: float, y: float) -> None:
+    def press_mouse(self, x: float, y: float, *, count: int = 1) -> None:
+        """`count`: 2 for the second press of a double click."""
         for kind in ("mousePressed", "mouseReleased"):
-            self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+            self._call(
+                "Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=count
+            )
+
+    def drag(self, x: float, y: float, to_x: float, to_y: float, *, steps: int = 10) -> None:
+        """From one place to another, with the left button."""
+        for number in range(steps + 2):
+            share = min(number, steps) / steps
+            kind = ("mousePressed", *["mouseMoved"] * steps, "mouseReleased")[number]
+            place = {"x": x + share * (to_x - x), "y": y + share * (to_y - y)}
+            self._call(
+                "Input.dispatchMouseEvent",
+                type=kind,
+                button="left",
+                buttons=1,
+                clickCount=1,
+                **place,
+            )
 
     def click(self, element: str, seconds: float = 60) -> None:
         self.press_mouse(*self.point(element, seconds))

@@ -133,6 +133,25 @@ def keys_zoom_a_chart(browser: Browser) -> None:
         browser.until(f"{zoom} === {part!r}")
 
 
+def a_mouse_reads_and_zooms_all_charts(browser: Browser) -> None:
+    charts = "[...document.querySelectorAll('main [aria-roledescription=chart]')]"
+    of_each = f"{charts}.map(one => getElement(+one.id.slice(1)).chart)"
+    x, y = browser.point(f"{charts}[0]")
+    # The values at one step, in every chart.
+    browser.until(f"{charts}.every(one => /\\d: |: \\d/.test(one.innerText))")
+    browser.drag(x - 120, y, x, y)
+    part = "(zoom => zoom.start > 0 && zoom.end < 100)"
+    browser.until(f"{of_each}.every(one => {part}(one.getOption().dataZoom[0]))")
+    browser.press_mouse(x, y)
+    browser.press_mouse(x, y, count=2)
+    browser.until(f"{of_each}.every(one => one.getOption().dataZoom[0].end === 100)")
+    browser.click("document.querySelector('.chart-card .q-toggle')")
+    browser.until(f"{of_each}[0].getOption().yAxis[0].type === 'log'")
+    browser.click("document.querySelector('.chart-card .q-btn-group button')")  # no smoothing
+    names = f"{of_each}[0].getOption().series.map(one => one.name).join()"
+    browser.until(f"{names} === 'training,validation'")
+
+
 def test_the_list_and_a_run_and_nothing_without_the_token(
     studio: str, browser: Browser, folder: Path
 ) -> None:
@@ -171,6 +190,7 @@ def test_the_list_and_a_run_and_nothing_without_the_token(
     assert json.loads(browser.value("JSON.stringify(document.title)")) == "<b>bold · Bloomery"
     shows(browser, "stopped")
     keys_zoom_a_chart(browser)
+    a_mouse_reads_and_zooms_all_charts(browser)
     assert browser.problems == []
 
 

@@ -216,7 +216,14 @@ class LineChart:
             options["series"] = self._series()
             has_legend = self._has_legend and len(points) + len(dots) > 1
             options["legend"]["show"] = has_legend
-            options["legend"]["data"] = [self._label(name) for name in points] + [*dots]
+            names = [self._label(name) for name in points] + [*dots]
+            options["legend"]["data"] = [
+                {
+                    "name": name,
+                    "itemStyle": {**painted(token_of(index + self._first_color)), "borderWidth": 0},
+                }
+                for index, name in enumerate(names)
+            ]
             options["grid"]["top"] = 34 if has_legend else 12
             options["xAxis"]["max"] = "dataMax" if end is None else end
             options["yAxis"] = self._vertical()
@@ -264,7 +271,12 @@ class LineChart:
             series.append(self._line(f"{self._label(name)}, smoothed", points, index, width=2.0))
         for index, (name, points) in enumerate(self._extra.items()):
             line = self._line(name, points, index + len(self._points), width=2.0)
-            line |= {"showSymbol": True, "symbol": "emptyCircle", "symbolSize": 7}
+            token = token_of(index + len(self._points) + self._first_color)
+            line |= {"showSymbol": True, "symbolSize": 8}
+            # Rings, filled as the card below them is.
+            ring = {":borderColor": f"studioColor('{token}')", "borderWidth": 2}
+            line["itemStyle"] = {**painted("card"), **ring}
+            line["lineStyle"] |= painted(token)
             if (best := self._best_of(points)) is not None:
                 line["markPoint"] = self._mark_of_best(best, index + len(self._points))
             series.append(line)

@@ -16,6 +16,7 @@ from bloomery.hardware.doctor.symptoms import Finding, finding_of, match
 from bloomery.hardware.machine import read_machine
 from bloomery.launch.stage_ends import STACKS
 from bloomery.monitor.words import log_line, sensor_lines
+from bloomery.studio.components import mono, note, text
 from bloomery.studio.machine_page import show_finding
 from bloomery.studio.watching import OpenRun, end_of
 from bloomery.view.incidents import KILLED
@@ -99,7 +100,7 @@ class PostMortemView:
     def __init__(self, opened: OpenRun) -> None:
         self._opened = opened
         self._shown: tuple[str, int] | None = None  # status and lines of the run that is shown
-        self._card = ui.card().props("flat bordered").classes("w-full p-3 gap-2")
+        self._card = ui.element("section").classes("card")
         self._card.visible = False
 
     async def update(self) -> None:
@@ -115,23 +116,23 @@ class PostMortemView:
 
 
 def _show(post_mortem: PostMortem) -> None:
-    ui.label("Post-mortem").classes("text-lg font-semibold").props("role=heading aria-level=2")
-    ui.label(post_mortem.problem).classes("text-negative studio-text")
-    for name, text in (("where", post_mortem.where), ("fix", post_mortem.fix)):
-        if text:
-            ui.label(f"{name}: {text}").classes("studio-text")
+    text("Post-mortem", "h2", "card-title")
+    note(post_mortem.problem, "bad").classes("whitespace-pre-wrap")
+    for name, words in (("where", post_mortem.where), ("fix", post_mortem.fix)):
+        if words:
+            mono(f"{name}: {words}")
     for finding in post_mortem.findings:
         show_finding(finding)
     if post_mortem.warnings:
-        ui.label("Warnings while it trained").classes("text-sm opacity-75")
+        text("Warnings while it trained", "h3", "card-title")
         for warning in post_mortem.warnings:
-            ui.label(warning).classes("studio-text")
+            mono(warning)
     if post_mortem.figures:
-        ui.label("Last figures").classes("text-sm opacity-75")
-        ui.label(post_mortem.figures).classes("studio-text")
+        text("Last figures", "h3", "card-title")
+        mono(post_mortem.figures)
     for name, stack in post_mortem.stacks.items():
         with ui.expansion(f"{STACKS}/{name}").classes("w-full"):
-            ui.label(stack).classes("studio-text")
+            mono(stack)
     if post_mortem.log:
-        ui.label("The end of log.txt").classes("text-sm opacity-75")
-        ui.label(post_mortem.log).classes("studio-text")
+        text("The end of log.txt", "h3", "card-title")
+        mono(post_mortem.log).classes("log-end")

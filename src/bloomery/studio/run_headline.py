@@ -157,7 +157,7 @@ def _of_speed(opened: OpenRun) -> Iterator[Figure]:
         below = (
             f"{_than(share, 'the plan')}: {planned:,.0f}" if abs(share) >= NEAR else "as planned"
         )
-        tone = "warn" if share < -FAR else "good"
+        tone = "warn" if share < -FAR else "good" if share > -NEAR else "muted"
     yield Figure("Speed", f"{speed:,.0f}", below, tone, "tokens/s")
 
 
@@ -176,7 +176,7 @@ def _of_memory(opened: OpenRun) -> Iterator[Figure]:
             if abs(share) >= NEAR
             else f"as planned: {figure}"
         )
-        tone = "warn" if share > FAR else "good"
+        tone = "warn" if share > FAR else "good" if share < NEAR else "muted"
     yield Figure("Memory, peak", f"{peak:.1f}", below, tone, "GiB")
 
 

@@ -29,6 +29,7 @@ from bloomery.view.reader import LIVE
 
 UPDATE_SECONDS = 1.0
 DEFAULT_SMOOTHING = 0.9
+FEWEST_STEPS = 10  # of the horizontal axis
 LEAST_SHARE = 0.2  # of a run, before which its charts end with its newest step
 
 
@@ -239,6 +240,10 @@ class RunPage:
         """`steps`: of the whole run, while it trains: the axis ends there once a part of it is behind."""
         step = self.opened.summary.step
         end = float(steps) if steps and LEAST_SHARE * steps <= step <= steps else None
+        if (
+            end is None and step < FEWEST_STEPS
+        ):  # the first points stand at the left, not at the edge
+            end = float(FEWEST_STEPS)
         place = 0  # of those below the one that leads
         for chart in charts_of(self.opened):
             names = tuple(chart.curves)

@@ -72,9 +72,7 @@ _PROGRESS_CELL = f"""
 """
 _TEXT_CELL = """<q-td :props="props">{{ props.row.shown[props.col.name] }}
   <div v-if="props.row.below[props.col.name]" class="run-about">{{ props.row.below[props.col.name] }}</div></q-td>"""
-_DECIDES_CELL = (
-    '<q-td :props="props"><b class="run-decides">{{ props.row.shown[props.col.name] }}</b></q-td>'
-)
+_DECIDES_CELL = '<q-td :props="props"><span class="run-decides">{{ props.row.shown[props.col.name] }}</span></q-td>'
 _DECIDES = ("validation_loss", "reward")
 # On a narrow screen a run is a card.
 _CARD = (

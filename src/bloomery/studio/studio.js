@@ -28,7 +28,7 @@ window.studioChart = id => {
     chart.getZr().on("dblclick", () => chart.dispatchAction({type: "dataZoom", dataZoomIndex: 0, start: 0, end: 100}));
   }
   const drawn = chart.getOption().series.length;
-  if (chart.studioDrawn !== drawn && matchMedia("(pointer: fine)").matches) {
+  if (chart.studioDrawn !== drawn && !matchMedia("(pointer: coarse)").matches) {
     chart.studioDrawn = drawn;
     chart.dispatchAction({type: "takeGlobalCursor", key: "dataZoomSelect", dataZoomSelectActive: true});
   }
@@ -74,7 +74,7 @@ window.studioTooltip = (id, values) => {
   };
   add(place.toLocaleString("en-US"), "font-weight: 500");
   for (const one of values) {
-    add(`${one.seriesName}: ${one.value[1]}`, `border-left: 8px solid ${one.color}; padding-left: 6px`);
+    add(`${one.seriesName}: ${one.value[1]}`, `border-left: 8px solid ${options.series[one.seriesIndex].lineStyle?.color ?? one.color}; padding-left: 6px`);
   }
   for (const mark of options.series[0].markLine.data) {
     if (Math.abs(mark.xAxis - place) <= near) add(`step ${mark.xAxis.toLocaleString("en-US")}: ${mark.name}`, "");
