@@ -113,7 +113,7 @@ def command(
 
     Example: bloomery eval last --data ~/my-texts
 
-    Example: bloomery eval last --task capitals.jsonl --shots 5 --against Qwen/Qwen2.5-0.5B
+    Example: bloomery eval last --task capitals.jsonl --shots 5 --against Qwen/Qwen3.5-0.8B-Base
     """
     # Options of tasks have no default here, so that one without a task can be refused.
     task_settings = {name: value for name, value in settings.items() if value not in (None, ())}

@@ -278,7 +278,7 @@ def download_command(name: str, dataset: bool, target_folder: Path | None) -> No
     ID is ORG/NAME or ORG/NAME@REVISION. Prints the folder. Weights are safetensors only. Run again to resume a
     download. A private or gated repository needs a token in HF_TOKEN.
 
-    Example: bloomery download Qwen/Qwen2.5-0.5B
+    Example: bloomery download Qwen/Qwen3.5-0.8B-Base
     """
     from bloomery.hub import download
 
