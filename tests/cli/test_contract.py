@@ -121,6 +121,8 @@ FLAGS = {
         "--draft",
         "--json-schema",
         "--jsonl",
+        "--out",
+        "--shard",
     },
     "export": {
         "--to",

@@ -176,6 +176,13 @@ _MAX_STDIN_BYTES = 4 * MIB
 )
 @click.option("--jsonl", is_flag=True, help="Print one JSON object per prompt and line.")
 @click.option(
+    "--out",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="With --data: write a dataset of answers, or continue it.",
+)
+@click.option("--shard", metavar="I/N", help="With --out: answer part I of N of the rows.")
+@click.option(
     "--stop", metavar="TEXT", multiple=True, help="Stop before this text; can be repeated."
 )
 @step_option
@@ -193,6 +200,8 @@ def command(
     draft: str | None,
     schema_path: Path | None,
     jsonl: bool,
+    out: Path | None,
+    shard: str | None,
     stop: tuple[str, ...],
     step: str,
     devices: str,
@@ -215,10 +224,17 @@ def command(
         raise UserError(
             problem, where="--data", fix="remove --prompt, --prompts and --image", code=2
         )
+    if out is not None and (data is None or as_json or jsonl):
+        problem = "--out writes the answers to the rows of --data, in place of printing them"
+        raise UserError(problem, where="--out", fix="add --data, remove --json and --jsonl", code=2)
+    if shard is not None and out is None:
+        problem = "--shard is a part of the rows that --out writes"
+        raise UserError(problem, where="--shard", fix="add --out FILE", code=2)
     folder = model_path(model)
     draft_path = draft_folder(prompt_lookup, draft)
     use = chosen_use(devices, quantize)
     from bloomery.data.examples import Example, Message, num_pictures, with_pictures_before
+    from bloomery.infer.answer_files import Shard, answer_file, shard_of, training_row
     from bloomery.infer.dataset_prompts import dataset_prompts
     from bloomery.infer.generate import Speed, load_model, writer
     from bloomery.infer.model_folder import find_model
@@ -226,6 +242,7 @@ def command(
     from bloomery.infer.sampling import Sampling
     from bloomery.infer.speculation import speculation_of
 
+    part = Shard(0, 1) if shard is None else shard_of(shard)
     chat = chat or data is not None or bool(images)
     files = find_model(folder, step)
     source = seeing_source(files) if images else picture_source(files)
@@ -270,12 +287,33 @@ def command(
                     place = {"row": row.example.source, "prompt": row.text}
                     yield {**place, **answer, "text": completion}
 
+        def write(path: Path) -> None:
+            """Adds the answers that the file does not have yet."""
+            assert data is not None
+            begun_with = {
+                "model": str(files.weights.resolve()),
+                "data": str(data.resolve()),
+                "shard": f"{part.part}/{part.num_parts}",
+                "stop": list(stop),
+                "schema": schema,
+                "quantize": quantize,
+                **settings,
+            }
+            with answer_file(path, begun_with) as answers:
+                rows = islice(part.of(dataset_prompts(data)), answers.num_rows, None)
+                while batch := list(islice(rows, _ROWS_AT_ONCE)):
+                    completions = generator.complete([row.example for row in batch])
+                    for row, completion in zip(batch, completions, strict=True):
+                        answers.add(training_row(row.example, completion))
+
         asked: list[Any] = list(texts)
         if images and eyes is not None:
             references = [eyes.reference(path) for path in images]
             turns = [with_pictures_before(Message("user", text), references) for text in texts]
             asked = [Example("", "prompt", (turn,), ()) for turn in turns]
-        if as_json:
+        if out is not None:
+            write(out)
+        elif as_json:
             print_json({"results": list(answered())})
         elif jsonl:
             for result in answered():

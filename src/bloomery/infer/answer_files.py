@@ -1,0 +1,118 @@
+"""Files of answers that become a dataset: rows as training reads them, in a file that a killed command continues."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from bloomery.core.errors import UserError
+from bloomery.core.files import write_durably
+from bloomery.data.chat.render import as_turn
+from bloomery.data.examples import Example, num_pictures
+from bloomery.infer.dataset_prompts import DatasetPrompt
+
+Json = dict[str, Any]
+
+
+class Shard(NamedTuple):
+    """One of `num_parts` parts of the rows of a dataset: every so many-th row, from row `part` on."""
+
+    part: int
+    num_parts: int
+
+    def of(self, rows: Iterator[DatasetPrompt]) -> Iterator[DatasetPrompt]:
+        return islice(rows, self.part, None, self.num_parts)
+
+
+def shard_of(text: str) -> Shard:
+    """ "0/4": the first of four. Raises UserError."""
+    index, slash, count = text.partition("/")
+    if slash and index.isdecimal() and count.isdecimal() and int(index) < int(count):
+        return Shard(int(index), int(count))
+    raise UserError(
+        f"no part of a dataset: {text}",
+        where="--shard",
+        fix="write I/N with I below N: --shard 0/4, 1/4, 2/4 and 3/4 are all rows",
+        code=2,
+    )
+
+
+def training_row(example: Example, answer: str) -> Json:
+    """A row of a dataset: messages that end with the answer, or of a text its prompt and completion.
+
+    Raises UserError for a prompt with pictures.
+    """
+    if num_pictures(example):
+        raise UserError(
+            "not supported yet: answers to pictures as a dataset",
+            where=example.source,
+            fix="print them with --jsonl in place of --out",
+        )
+    if isinstance(example.prompt, str):
+        return {"prompt": example.prompt, "completion": answer}
+    turns = [
+        {name: value for name, value in as_turn(turn).items() if name != "thinking"}
+        for turn in example.prompt
+    ]
+    row: Json = {"messages": [*turns, {"role": "assistant", "content": answer}]}
+    if example.tools:
+        row["tools"] = list(example.tools)
+    return row
+
+
+class AnswerFile(NamedTuple):
+    """`num_rows`: complete ones that were there before."""
+
+    file: BinaryIO
+    num_rows: int
+
+    def add(self, row: Json) -> None:
+        """One line, which a killed process leaves whole or not at all where it is read again."""
+        self.file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+        self.file.flush()
+
+
+@contextmanager
+def answer_file(path: Path, settings: Mapping[str, Any]) -> Iterator[AnswerFile]:
+    """The file at `path`, new or continued, with its `settings` beside it: a file has answers of one command alone.
+
+    Raises UserError for a file of other settings, and for one that no such command began.
+    """
+    record = path.with_name(path.name + ".settings.json")
+    content = json.dumps(settings, indent=1, ensure_ascii=False, sort_keys=True)
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(record, content)
+    elif not record.exists():
+        raise UserError(
+            "the file is there, and no `bloomery generate --out` began it",
+            where=str(path),
+            fix="name another file, or delete this one",
+        )
+    elif (begun := json.loads(record.read_text(encoding="utf-8"))) != json.loads(content):
+        changed = sorted(
+            name for name in {*begun, *settings} if begun.get(name) != settings.get(name)
+        )
+        raise UserError(
+            f"the file was begun with other settings: {', '.join(changed)}",
+            where=str(path),
+            fix="give the command of its beginning, or name another file",
+        )
+    with path.open("a+b") as file:
+        num_rows, end = _complete_lines(file)
+        file.truncate(end)  # the rest of a line that a kill cut
+        yield AnswerFile(file, num_rows)
+
+
+def _complete_lines(file: BinaryIO) -> tuple[int, int]:
+    """How many lines are complete, and where the last one ends."""
+    file.seek(0)
+    num_lines = 0
+    end = 0
+    for line in file:
+        if line.endswith(b"\n"):
+            num_lines += 1
+            end += len(line)
+    return num_lines, end
