@@ -254,6 +254,23 @@ def test_a_model_that_cannot_be_loaded_is_told() -> None:
     with_user(visit)
 
 
+def test_the_chat_offers_the_best_checkpoint_of_each_run() -> None:
+    from bloomery.studio.chat_page import offers_of
+    from bloomery.studio.stored_models import ListedModel
+
+    def listed(name: str, step: int | None, changed: float, *, best: bool = False) -> ListedModel:
+        return ListedModel(name, step, "full", 1, changed, Path(name), is_best=best)
+
+    stored = [
+        listed("runs/a", 30, 9.0),
+        listed("./poet", None, 8.0),
+        listed("runs/a", 20, 7.0, best=True),
+        listed("runs/b", 2, 6.0),  # of an old run, without a note of the best
+        listed("runs/b", 1, 5.0),
+    ]
+    assert [model.argument for model in offers_of(stored)] == ["./poet", "runs/a@20", "runs/b@2"]
+
+
 def test_the_chat_without_a_model_offers_those_that_are_here_or_says_how_to_get_one() -> None:
     async def visit(user) -> None:
         from nicegui import ui

@@ -132,15 +132,24 @@ def _show_start(stored: Sequence[ListedModel], choices: ModelChoices) -> None:
     choices.below.text = (
         "Choose a model; a second one answers next to it. A process of its own loads them."
     )
+    offers = offers_of(stored)
     with ui.element("div").classes("grid3 studio-offers"):
-        for model in stored[:MOST_OFFERED]:
+        for model in offers:
             choice(label_of(model), _about(model), _opener(choices, model.argument))
-    if len(stored) > MOST_OFFERED:
-        sentence(
-            f"The newest {MOST_OFFERED} of {len(stored)}; the field above has all.",
-            "muted",
-            small=True,
+    if len(offers) < len(stored):
+        words = (
+            f"{len(offers)} of {len(stored)} models, of each run its best; the field above has all."
         )
+        sentence(words, "muted", small=True)
+
+
+def offers_of(stored: Sequence[ListedModel]) -> list[ListedModel]:
+    """Of each run its best checkpoint, else its newest, and the models beside the runs; the newest first."""
+    by_name = dict[str, ListedModel]()
+    for model in stored:
+        if model.model not in by_name or model.is_best:
+            by_name[model.model] = model
+    return sorted(by_name.values(), key=lambda model: -model.changed)[:MOST_OFFERED]
 
 
 def _opener(choices: ModelChoices, argument: str) -> Callable[[], None]:
