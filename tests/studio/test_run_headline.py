@@ -93,4 +93,6 @@ def test_what_a_kill_would_lose_is_a_sentence_while_it_trains() -> None:
 def test_after_its_end_a_run_says_what_is_saved() -> None:
     figures = figures_of(made_up_run(), end=RunEnded(step=40, status="done"))
     assert figures["Last checkpoint"] == ("step 40", "the last step is saved", "muted")
-    assert "Validation loss, best" in figures
+    value, below, _ = figures["Validation loss, best"]
+    assert below.startswith("at step 40, the last evaluation; ")
+    assert float(value) < float(below.split()[-3])

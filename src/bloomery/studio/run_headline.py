@@ -87,8 +87,9 @@ def _decides(summary: RunSummary) -> Iterator[Figure]:
             for step, evaluation in sorted(summary.evaluations.items())
             if (score := _score(evaluation, of_reward=of_reward)) is not None
         ]
-        below, tone = trend(scores, best, higher_is_better=of_reward)
-        so_far = "" if summary.ended is not None else " so far"
+        is_over = summary.ended is not None
+        below, tone = trend(scores, best, higher_is_better=of_reward, is_over=is_over)
+        so_far = "" if is_over else " so far"
         yield Figure(f"{what}, best{so_far}", _digits(best[1]), below, tone)
     elif of_reward and summary.smoothed_reward is not None:
         yield Figure(
@@ -107,9 +108,13 @@ def _decides(summary: RunSummary) -> Iterator[Figure]:
 
 
 def trend(
-    scores: list[tuple[int, float]], best: tuple[int, float], *, higher_is_better: bool
+    scores: list[tuple[int, float]],
+    best: tuple[int, float],
+    *,
+    higher_is_better: bool,
+    is_over: bool = False,
 ) -> tuple[str, Tone]:
-    """How the newest evaluations stand to the best one, as a sentence."""
+    """How the newest evaluations stand to the best one, as a sentence. `is_over`: the run has ended."""
     step, value = best
     newest_step, newest = scores[-1]
     at = f"at step {step:,}"
@@ -117,6 +122,8 @@ def trend(
         return f"{at}, the first evaluation", ""
     if newest_step == step:
         before = _digits(scores[-2][1])
+        if is_over:
+            return f"{at}, the last evaluation; {before} one before", "good"
         return (
             f"{at}; {'rises' if higher_is_better else 'falls'} still: {before} one evaluation ago",
             "good",
