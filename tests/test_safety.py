@@ -75,6 +75,7 @@ ALLOWED = {
     "src/bloomery/studio/models_page.py": ["import asyncio"],
     "src/bloomery/studio/new_run_page.py": ["import asyncio"],
     "src/bloomery/studio/post_mortem.py": ["import asyncio"],
+    "src/bloomery/studio/run_notes_view.py": ["import asyncio"],
     "src/bloomery/studio/run_page.py": ["import asyncio"],
     "src/bloomery/studio/run_sections.py": ["import asyncio"],
     "src/bloomery/studio/runs_page.py": ["import asyncio"],

@@ -33,6 +33,7 @@ from runs_for_tests import step_done
 PAGES = {
     "run": "run/first",
     "runs": "",
+    "chat": "chat",
     "models": "models",
     "compare": "compare?runs=first%2Fsecond",
     "machine": "machine",
