@@ -207,6 +207,7 @@ def test_a_packaged_recipe_keeps_its_settings_for_data_of_its_kind() -> None:
         await user.open("/new")
         answer(user, "Model", "qwen2.5-0.5b-lora")
         await settled(user)
+        await user.should_see("The recipe's own: hub:HuggingFaceTB/smol-smoltalk")
         answer(user, "Dataset", "chats.jsonl")
         await user.should_see("40 conversations", retries=50)
         await asyncio.sleep(0.2)

@@ -11,7 +11,7 @@ from bloomery.core.units import counted
 from bloomery.data.sources.documents import peek
 from bloomery.hub import is_hub_id
 from bloomery.plan.made import made_recipe
-from bloomery.recipe.load import load_text, packaged
+from bloomery.recipe.load import load_recipe, load_text, packaged
 from bloomery.recipe.schema import Source
 from bloomery.studio.data_choices import PURPOSE, PURPOSES, DataFacts, Purpose, facts_of, place_of
 from bloomery.studio.model_choices import about_model, near
@@ -97,11 +97,26 @@ def answered(
             if own_text is None:
                 name, text = recipe_of(answers, facts)
                 text = with_edits(text, edits)
+                result = replace(result, **_of_packaged(answers, name, about))
             else:
                 name, text = "", _changed_text(own_text, answers, changed)
     except UserError as error:
         return replace(result, mistakes={question_of(error.where, answers): sentence_of(error)})
     return replace(result, name=name, text=text)
+
+
+def _of_packaged(answers: Answers, name: str, about: str) -> dict[str, Any]:
+    """What a packaged recipe brings: its own dataset, or for data of another kind its model alone."""
+    if not answers.is_packaged:
+        return {}
+    if name != answers.model:
+        return {
+            "about_model": f"{about}, whose settings are for other data: only its model is taken"
+        }
+    if answers.data:
+        return {}
+    path = load_recipe(answers.model).recipe.data.path
+    return {"about_data": f"The recipe's own: {near(path)}"} if path else {}
 
 
 def _changed_text(text: str, answers: Answers, changed: str) -> str:

@@ -3,7 +3,7 @@
 import io
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -313,7 +313,6 @@ def planned(text: str, name: str) -> Planned:
             refuse_missing_reward_files(recipe.rewards)
             plan = report.plan
             blockers = tuple(_blockers(recipe, plan))
-            told = [words for _, words in blockers]
             notes = [harmless(note) for note in plan_notes(recipe, plan, is_local=True)]
             if is_dataset_assumed(recipe):  # the page asks for the data in its own words
                 notes = []
@@ -326,12 +325,19 @@ def planned(text: str, name: str) -> Planned:
         lines=tuple(harmless(line) for line in lines),
         picture=picture_of(report, machine),
         suggestions=tuple((each.edit, each.saves) for each in report.suggestions),
-        notes=tuple(note for note in notes if note not in told),
+        notes=tuple(note for note in notes if not _is_told(note, blockers)),
         warnings=tuple(map(harmless, report.warnings)),
         usual=usual_values(recipe, plan),
         chosen=planned_values(plan),
         blockers=blockers,
     )
+
+
+def _is_told(note: str, blockers: Collection[tuple[str, str]]) -> bool:
+    """Whether a question says it already: that data or weights are missing."""
+    keys = {key for key, _ in blockers}
+    starts = {"data.path": "data.path does not exist", "model.from": "no weights in"}
+    return any(note.startswith(start) for key, start in starts.items() if key in keys)
 
 
 def _blockers(recipe: Recipe, plan: RunPlan) -> Iterator[tuple[str, str]]:
