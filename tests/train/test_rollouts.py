@@ -80,8 +80,10 @@ def test_every_precision_and_adapter_resumes_and_samples_with_its_new_weights(
     assert_same_training(folder, [*first, *rest], tmp_path / "whole", whole)
     for step in metrics(whole).values():
         assert 0 < step["sampling/sampling_logp_difference/mean"] < near
-        assert step["sampling/importance_sampling_ratio/min"] > 0.9
-        assert step["sampling/importance_sampling_ratio/max"] < 1.1
+        # Beside int8 weights the generator rounds the head to int8, too: rare tokens move further.
+        apart = 1.25 if "int8" in name else 1.1
+        assert step["sampling/importance_sampling_ratio/min"] > 1 / apart
+        assert step["sampling/importance_sampling_ratio/max"] < apart
 
 
 def test_the_events_have_the_metrics_of_the_rewards(recipe, tmp_path):
