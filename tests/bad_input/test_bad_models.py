@@ -231,7 +231,7 @@ def test_remote_code_named_by_a_config_does_not_run(model):
 def test_what_a_model_is_taken_for_is_said_where_it_says_otherwise(model, changed, said):
     stated = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(stated | changed))
-    told = " ".join(here("plan", pretrained(model)).out.split())
+    told = " ".join(here("plan", pretrained(model), "-v").out.split())
     assert said in told and "loaded as LlamaForCausalLM" in told
 
 

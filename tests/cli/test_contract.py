@@ -36,7 +36,7 @@ FLAGS = {
     "prepare": {"--preview", "--html", "--check", "--model", "--data"},
     "plan": {
         *("--model", "--data", "--gpu", "--gpus", "--nodes", "--host-memory"),
-        *("--simulate", "--json"),
+        *("--simulate", "-v", "--verbose", "--json"),
     },
     "bench": {"--sweep", "--export", "--json", "--author", "--limit"},
     "train": {

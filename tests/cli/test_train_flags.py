@@ -34,7 +34,8 @@ def test_words_for_a_launcher_are_shown_as_a_command():
 def test_a_dry_run_ends_with_the_command_for_the_same_devices(words, commands):
     told = CliRunner().invoke(cli, ["train", "demo-rl-base", "--dry-run", *words])
     ends = [line[10:].partition("   ")[0] for line in told.stdout.splitlines()]
-    assert [line for line in ends if line.startswith("bloomery ")] == commands
+    ends = [line for line in ends if line.startswith("bloomery ") and not line.endswith(" -v")]
+    assert ends == commands
 
 
 @pytest.mark.parametrize(

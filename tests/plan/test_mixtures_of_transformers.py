@@ -11,7 +11,7 @@ from foreign_models import saved_model
 def test_the_plan_counts_its_experts_and_says_that_no_loss_evens_their_load(tmp_path):
     saved_model("phimoe", tmp_path, vocab_size=300)
     words = ("--model", str(tmp_path), "tokenizer.from=null", "--gpu", "4090")
-    result = CliRunner().invoke(command, words)
+    result = CliRunner().invoke(command, (*words, "-v"))
     page = " ".join(result.stdout.split())
     assert result.exit_code == 0, result.output
     # Of 4 experts of 3 matrices of 48 x 32 numbers in 2 layers a token meets 2.

@@ -430,7 +430,7 @@ def test_the_command_takes_the_memory_of_a_host(tmp_path, monkeypatch):
     assert document["stream"]["host_limit_gib"] == pytest.approx(28.8)
     [choice] = [choice for choice in document["choices"] if choice["key"] == "parallel.stream"]
     assert choice["value"] == "layers" and "on the host" in choice["reason"]
-    text = run().stdout
+    text = run("-v").stdout
     assert "assumed: --host-memory sets it" in text and "hidden behind computing" in text
     wrong = run("--host-memory", "plenty").exception
     assert isinstance(wrong, UserError) and wrong.code == 2 and "32GiB" in wrong.fix

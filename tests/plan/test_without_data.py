@@ -96,7 +96,7 @@ learning_rate: 0.0002
 
 def test_a_mixture_of_experts_is_planned_to_be_trained():
     result = planned("--model", "openai/gpt-oss-20b", "--gpu", "MI300X")
-    assert result.stdout.startswith("Fits.")
+    assert result.stdout.startswith("Fits: ")
     assert "20.91 B parameters, 4.19 B active per token (4 of 32 experts)" in " ".join(
         result.stdout.split()
     )

@@ -87,6 +87,9 @@ class PlanCommand(click.Command):
 @click.option(
     "--simulate", is_flag=True, help="Simulate a step on meta tensors for its peak memory."
 )
+@click.option(
+    "-v", "--verbose", is_flag=True, help="Print every figure, each choice and its reason."
+)
 @json_option
 def command(
     recipe: str | None,
@@ -98,6 +101,7 @@ def command(
     nodes: int,
     host_memory: int | None,
     simulate: bool,
+    verbose: bool,
     as_json: bool,
 ) -> int:
     """Estimate GPU memory, time and disk of a run; runs nothing.
@@ -140,6 +144,7 @@ def command(
         nodes=nodes,
         host_memory=host_memory,
         simulate=simulate,
+        verbose=verbose,
         as_json=as_json,
         source=source,
     )
@@ -192,6 +197,7 @@ def show_plan(
     nodes: int = 1,
     host_memory: int | None = None,
     simulate: bool = False,
+    verbose: bool = False,
     as_json: bool = False,
     source: str | None = None,
 ) -> int:
@@ -220,6 +226,7 @@ def show_plan(
     from bloomery.cli import COMMANDS
     from bloomery.plan.notes import is_dataset_assumed, missing_datasets
     from bloomery.plan.page import page
+    from bloomery.plan.summary import summary
 
     # The page suggests no command that would fail: `train` on a GPU of another machine, on more devices than there are
     # or without its dataset, and `bench` of a generated recipe, which has no name.
@@ -238,7 +245,8 @@ def show_plan(
     device_options += f" --nodes {nodes}" if nodes > 1 else ""
     if host_memory is not None:
         device_options += f" --host-memory {host_memory / GIB:g}GiB"
-    lines = page(
+    write = page if verbose else summary
+    lines = write(
         report,
         machine,
         source=source or loaded_recipe.name,

@@ -103,7 +103,7 @@ def page(
     local_devices: str = "",
     simulated: Sequence[str] = (),
 ) -> list[str]:
-    """The lines of `bloomery plan`.
+    """The lines of `bloomery plan --verbose`; the short ones are those of bloomery.plan.summary.
 
     `source`: the recipe and its overrides as typed; `devices`: the options that chose devices to plan for;
     `local_devices`: those that chose devices of this machine; `commands`: those that may be suggested; `simulated`:
@@ -119,16 +119,16 @@ def page(
         lines = [f"{first_sentences + '.':<{WIDTH - len(remark)}}{remark}", last_sentence]
     lines += [plan.parallel.remark] if plan.parallel and plan.parallel.remark else []
     lines.append("")
-    lines += _block("GPU" if profile.accelerator else "CPU", device_lines(plan, profile, machine))
-    lines += _block("model", joined([model_line(plan)]))
-    lines += _block("batch", batch_lines(plan))
-    lines += [*_block("pictures", picture_lines(plan)), ""]
-    lines += _block("memory", [*memory_lines(plan, profile), *_pinned_lines(report)])
-    lines += _block("host", stream_lines(plan, machine))
-    lines += _block("simulated", simulated)
-    lines += _block("sequence", joined(_max_length(report)))
-    lines += _block("time", [*time_lines(report, profile), *part_lines(report, profile)])
-    lines += [*_block("disk", disk_lines(report)), *_block("saves", save_lines(report)), ""]
+    lines += block("GPU" if profile.accelerator else "CPU", device_lines(plan, profile, machine))
+    lines += block("model", joined([model_line(plan)]))
+    lines += block("batch", batch_lines(plan))
+    lines += [*block("pictures", picture_lines(plan)), ""]
+    lines += block("memory", [*memory_lines(plan, profile), *_pinned_lines(report)])
+    lines += block("host", stream_lines(plan, machine))
+    lines += block("simulated", simulated)
+    lines += block("sequence", joined(_max_length(report)))
+    lines += block("time", [*time_lines(report, profile), *part_lines(report, profile)])
+    lines += [*block("disk", disk_lines(report)), *block("saves", save_lines(report)), ""]
     warnings = [
         line
         for text in report.warnings
@@ -141,7 +141,8 @@ def page(
         ("suggested", suggestion_lines(report)),
         ("settings", setting_lines(plan, profile, machine)),
     ):
-        lines += [*block, ""] if (block := _block(label, content_lines)) else []
+        rows = block(label, content_lines)
+        lines += [*rows, ""] if rows else []
     following = [
         part
         for line in next_lines(report, source, commands, devices, local_devices)
@@ -149,12 +150,13 @@ def page(
     ]
     lines += [
         *textwrap.wrap(confidence(plan, profile, checked=machine.cpu_check is not None), WIDTH),
-        *_block("next", following),
+        *block("next", following),
     ]
     return [line.rstrip() for line in lines]
 
 
-def _block(label: str, lines: Iterator[str] | Sequence[str]) -> list[str]:
+def block(label: str, lines: Iterator[str] | Sequence[str]) -> list[str]:
+    """Lines behind their label, which stands in the first."""
     return [f"{'' if i else label:<{LABEL}}{line}" for i, line in enumerate(lines)]
 
 
@@ -181,10 +183,10 @@ def columns(head: str, text: str) -> Iterator[str]:
 def headline(report: PlanReport) -> str:
     """Whether the run fits, how long it takes, and the claimed number of tokens where that is wrong."""
     plan = report.plan
-    high = _of_limit(plan.memory.high, plan)
+    high = of_limit(plan.memory.high, plan)
     fit = fit_of(plan)
     text = f"{fit.capitalize()}: up to {high}." if fit != "fits" else "Fits."
-    text = text if plan.fits else f"Does not fit: {_of_limit(plan.memory.total, plan)}."
+    text = text if plan.fits else f"Does not fit: {of_limit(plan.memory.total, plan)}."
     if plan.seconds is not None:
         text += f" {'About' if plan.fits else 'Would take about'} {about(plan.seconds.value)}."
     if plan.total_tokens is not None and (claimed := _wrong_tokens(report)):
@@ -378,7 +380,7 @@ def unit_of(value: float) -> tuple[str, float]:
     return ("GiB", GIB) if value >= GIB else ("MiB", MIB)
 
 
-def _of_limit(value: float, plan: RunPlan) -> str:
+def of_limit(value: float, plan: RunPlan) -> str:
     """ "9.0 of 11.0 GiB", with the value in the unit of the total, or "35.2 GiB of 46 MiB"."""
     (unit, size) = unit_of(plan.memory.total)
     (limit_unit, limit_size) = unit_of(plan.memory.limit)
@@ -443,7 +445,7 @@ def memory_lines(plan: RunPlan, profile: Profile) -> Iterator[str]:
         ((names.get(name, name), value) for name, value in memory.parts.items()),
         key=lambda p: -p[1],
     )
-    total = _of_limit(memory.total, plan)
+    total = of_limit(memory.total, plan)
     total += f": {fit_of(plan) if memory.fits else 'too much'}"
     limit = [
         f"{total} (limit: {profile.memory_share.value:.0%} of the GPU,",
@@ -834,7 +836,7 @@ def next_lines(
         sufficient.sort(key=lambda suggestion: suggestion.fit != "fits")
         if sufficient:
             yield f"bloomery plan {source} {sufficient[0].edit}{devices}"
-        yield _remarked(f"bloomery plan {source} --gpu all", "which GPUs of the table fit it")
+        yield remarked(f"bloomery plan {source} --gpu all", "which GPUs of the table fit it")
         return
     if "train" in commands and (plan.parallel is None or plan.parallel.nodes == 1):
         yield f"bloomery train {source}{local_devices}"
@@ -847,14 +849,14 @@ def next_lines(
             if not devices
             else "it where that GPU is"
         )
-        yield _remarked(
+        yield remarked(
             f"bloomery bench {source}{local_devices}", f"measure {device}; ranges become figures"
         )
     if claimed := _wrong_tokens(report):
         yield f"bloomery plan {source} train.max_tokens={claimed.replace(' ', '')}{devices}"
 
 
-def _remarked(command: str, remark: str) -> str:
+def remarked(command: str, remark: str) -> str:
     """The remark where the line has room for it."""
     line = f"{command}      {remark}"
     return line if len(line) <= WIDTH - LABEL else command
