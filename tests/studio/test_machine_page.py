@@ -37,12 +37,14 @@ def test_findings_have_commands_to_copy_and_sensors_their_figures(monkeypatch) -
 
         await user.open("/machine")
         await user.should_see("Not ready", retries=30)
-        await user.should_see("91 °C (limit 100 °C)", retries=100)  # read after the findings
-        texts = [element.text for element in user.find(ui.label).elements]
-        assert "91 °C (limit 100 °C)" in texts and "6.2 of 8.0 GiB" in texts
-        assert "measured by GPU 0" in texts and "throttled: thermal" in texts
-        assert "<b>bold" in texts  # as text
-        commands = [text for text in texts if text.startswith("sudo ")]
+        await user.should_see("91 °C of 100 °C", retries=100)  # read after the findings
+        for shown in ("6.2 of 8.0 GiB", "measured by GPU 0", "throttled: thermal", "<b>bold"):
+            await user.should_see(shown)
+        commands = [
+            element.text
+            for element in user.find(ui.label).elements
+            if element.text.startswith("sudo ")
+        ]
         assert commands and not any("  # " in command for command in commands)
         # What the browser answers, which has no clipboard for a page of another machine.
         button = next(
@@ -55,6 +57,50 @@ def test_findings_have_commands_to_copy_and_sensors_their_figures(monkeypatch) -
         await user.should_see("copied")
 
     with_user(visit)
+
+
+def test_the_gravest_finding_comes_first(monkeypatch) -> None:
+    from bloomery.hardware.doctor.symptoms import Finding
+
+    with_sensors(monkeypatch)
+    found = [
+        Finding(id=level, level=level, what=f"it {level}", evidence="")
+        for level in ("note", "slows", "blocks", "note")
+    ]
+    monkeypatch.setattr("bloomery.studio.machine_page.diagnose", lambda machine: found)
+
+    async def visit(user) -> None:
+        await user.open("/machine")
+        await user.should_see("it blocks", retries=100)
+        titles = sorted(user.find(content="it ").elements, key=lambda element: element.id)
+        shown = [title.text for title in titles if title.text.startswith("it ")]
+        assert shown == ["it blocks", "it slows", "it note", "it note"]
+
+    with_user(visit)
+
+
+def test_a_bar_is_a_share_of_the_limit_of_its_sensor() -> None:
+    from bloomery.studio.machine_page import gauges_of
+
+    reading = SensorReading(
+        device=0, temperature=50, critical=100, memory_gib=2.0, memory_total_gib=8.0, utilization=75,
+        power=120.0, clock_mhz=2100,
+    )  # fmt: skip
+    gauges = {gauge.label: gauge for gauge in gauges_of(reading)}
+    shares = {label: gauge.share for label, gauge in gauges.items()}
+    assert shares == {
+        "Temperature": 0.5,
+        "Memory": 0.25,
+        "Utilization": 0.75,
+        "Power": None,
+        "Clock": None,
+    }
+    assert not gauges["Temperature"].is_high
+    (hot,) = gauges_of(SensorReading(device=0, temperature=95, critical=100))
+    assert hot.is_high
+    (unknown,) = gauges_of(SensorReading(device=0, temperature=95))
+    assert (unknown.value, unknown.share, unknown.is_high) == ("95 °C", None, False)
+    assert list(gauges_of(SensorReading(device=0))) == []
 
 
 def test_a_machine_without_an_answering_sensor_says_so(monkeypatch) -> None:

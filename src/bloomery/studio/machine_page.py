@@ -4,9 +4,10 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
-from typing import final
+from typing import NamedTuple, final
 
 from nicegui import ui
+from nicegui.elements.mixins.text_element import TextElement
 
 from bloomery.core.errors import UserError
 from bloomery.core.text import harmless
@@ -17,12 +18,28 @@ from bloomery.hardware.doctor.words import findings_headline, machine_facts
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.telemetry import SensorReader, SensorReading, device_name, sensor_devices
 from bloomery.monitor.words import figure
+from bloomery.studio.command_progress import CommandProgress
 from bloomery.studio.commands import Commands
-from bloomery.studio.frame import CommandView, copy_button, notify, page, update_every
+from bloomery.studio.components import button, card, heading, sentence, text
+from bloomery.studio.frame import copy_button, notify, page, update_every
 
 UPDATE_SECONDS = 2.0
 SUBJECT = "this machine"  # of its commands
-_LEVELS = {"blocks": "negative", "slows": "warning", "note": "grey-7"}
+HOT_SHARE = 0.9  # of the temperature at which a device throttles
+
+
+class Level(NamedTuple):
+    """How a finding is shown."""
+
+    words: str
+    tone: str
+
+
+LEVELS = {  # the gravest first
+    "blocks": Level("blocks training", "bad"),
+    "slows": Level("slows training", "warn"),
+    "note": Level("note", ""),
+}
 
 
 @final
@@ -67,51 +84,40 @@ class MachineView:
         self.commands = commands
         self.machine: Machine | None = None
         self._is_reading = False
-        with ui.row().classes("w-full items-center gap-3"):
-            ui.label("Machine").classes("text-xl font-semibold").props("role=heading aria-level=1")
-            ui.space()
-            for text, icon, act in (
-                ("Check again", "refresh", self.check),
-                ("Probe, about 1 min", "science", self._probe),
-            ):
-                ui.button(text, icon=icon, on_click=act).props(
-                    "outline dense no-caps padding='xs sm'"
-                )
-        self._verdict = ui.label("checking this machine").classes("text-base").props("role=status")
-        self._command = CommandView(commands, SUBJECT)
-        with ui.element("section").classes("w-full"):
-            _heading("Now")
-            self._devices = ui.element("div").classes(
-                "w-full grid gap-4 grid-cols-1 md:grid-cols-2 xl:grid-cols-3 mt-1"
-            )
-        with ui.element("section").classes("w-full"):
-            _heading("Findings")
-            self._findings = ui.column().classes("w-full gap-3 mt-1")
-        with ui.element("section").classes("w-full"):
-            _heading("Hardware and software")
-            self._facts = ui.column().classes("w-full gap-1 mt-1")
+        with heading("Machine", "Checking this machine") as (_, self._verdict):
+            button("Check again", self.check)
+            button("Probe, about 1 min", self._probe)
+        self._verdict.props("role=status")
+        self._command = CommandProgress(commands, SUBJECT)
+        with ui.element("div").classes("two"):
+            self._findings = ui.column().classes("w-full gap-3")
+            with ui.column().classes("w-full gap-3"):
+                with card("Now", "every two seconds"):
+                    self._devices = ui.column().classes("w-full gap-4")
+                    self._problems = sentence("", "muted")
+                with card("Hardware and software"):
+                    self._facts = ui.element("dl").classes("studio-facts")
+        self._gauges: list[DeviceGauges] = []
 
     async def check(self) -> None:
         """What `bloomery doctor` finds now."""
-        self._verdict.text = "checking this machine"
+        self._verdict.text = "Checking this machine"
         machine = await asyncio.to_thread(detect)
         findings = await asyncio.to_thread(diagnose, machine)
         self.machine = machine
         self._verdict.text = harmless(findings_headline(findings))
-        self._verdict.classes(
-            remove="text-negative", add="" if ready(findings) else "text-negative"
-        )
+        self._verdict.classes(remove="bad", add="" if ready(findings) else "bad")
         self._facts.clear()
         with self._facts:
-            for label, text in machine_facts(machine):
-                with ui.row().classes("gap-3 no-wrap"):
-                    ui.label(label).classes("opacity-75 min-w-[4.5rem]")
-                    ui.label(harmless(text)).classes("break-words min-w-0")
+            for label, words in machine_facts(machine):
+                text(label, "dt")
+                text(harmless(words), "dd", "break-words")
         self._findings.clear()
         with self._findings:
             if not findings:
-                ui.label("nothing to fix").classes("opacity-75")
-            for finding in findings:
+                with card("Nothing to fix"):
+                    sentence("A probe runs kernels on each GPU and compares what they compute.")
+            for finding in sorted(findings, key=lambda one: list(LEVELS).index(one.level)):
                 show_finding(finding)
         await self.update()
 
@@ -132,75 +138,122 @@ class MachineView:
             readings = await asyncio.to_thread(self.sensors.read, self.machine)
         finally:
             self._is_reading = False
-        self._devices.clear()
-        with self._devices:
-            for reading in readings:
-                _show_reading(reading)
-            for problem in self.sensors.problems or ([] if readings else ["no sensor answers"]):
-                ui.label(harmless(problem)).classes("text-negative")
+        if [one.device for one in self._gauges] != [reading.device for reading in readings]:
+            self._devices.clear()
+            with self._devices:
+                self._gauges = [DeviceGauges(reading) for reading in readings]
+        for gauges, reading in zip(self._gauges, readings, strict=True):
+            gauges.show(reading)
+        problems = self.sensors.problems or ([] if readings else ["no sensor answers"])
+        self._problems.text = harmless("\n".join(problems))
+        self._problems.visible = bool(problems)
 
 
-def _heading(text: str) -> None:
-    ui.label(text).classes("text-lg font-semibold").props("role=heading aria-level=2")
+class Gauge(NamedTuple):
+    """A sensor in words. `share`: of its limit, from 0 to 1; None where there is none."""
+
+    label: str
+    value: str
+    share: float | None = None
+    is_high: bool = False
 
 
-def _show_reading(reading: SensorReading) -> None:
-    name = device_name(reading.device)
-    with ui.card().props("flat bordered").classes("p-3 gap-1 w-full"):
-        with ui.row().classes("w-full items-baseline gap-2 no-wrap"):
-            ui.label(name).classes("font-semibold whitespace-nowrap")
-            ui.label(harmless(reading.name)).classes("opacity-75 text-sm truncate min-w-0")
-        with ui.row().classes("gap-x-5 gap-y-1"):
-            for label, value in sensor_figures(reading):
-                with ui.column().classes("gap-0"):
-                    ui.label(label).classes("text-xs opacity-75")
-                    ui.label(value).classes("text-base font-medium")
-        if reading.memory_gib is not None and reading.memory_total_gib:
-            share = min(reading.memory_gib / reading.memory_total_gib, 1.0)
-            ui.linear_progress(share, show_value=False, size="6px").props("aria-hidden=true")
-        if reading.throttled:
-            ui.label(f"throttled: {harmless(reading.throttled)}").classes("text-negative")
-
-
-def sensor_figures(reading: SensorReading) -> Iterator[tuple[str, str]]:
-    """Labels and values of the sensors that answered."""
-    limit = figure(reading.critical, ".0f", " °C")
-    memory = figure(reading.memory_gib, ".1f", "")
-    if memory and reading.memory_total_gib:
-        memory += f" of {reading.memory_total_gib:.1f}"
-    power = figure(reading.power, ",.0f", " W")
+def gauges_of(reading: SensorReading) -> Iterator[Gauge]:
+    """The sensors that answered."""
+    if reading.temperature is not None:
+        value = figure(reading.temperature, ".0f", " °C")
+        if reading.critical:
+            share = reading.temperature / reading.critical
+            limit = figure(reading.critical, ".0f", " °C")
+            yield Gauge("Temperature", f"{value} of {limit}", share, share >= HOT_SHARE)
+        else:
+            yield Gauge("Temperature", value)
+    if reading.memory_gib is not None:
+        value = figure(reading.memory_gib, ".1f", "")
+        if reading.memory_total_gib:
+            share = reading.memory_gib / reading.memory_total_gib
+            yield Gauge("Memory", f"{value} of {reading.memory_total_gib:.1f} GiB", share)
+        else:
+            yield Gauge("Memory", f"{value} GiB")
+    if reading.utilization is not None:
+        value = figure(reading.utilization, ".0f", "%")
+        yield Gauge("Utilization", value, reading.utilization / 100)
     if reading.shared_with is not None:
-        power = f"measured by GPU {reading.shared_with}"
-    temperature = figure(reading.temperature, ".0f", " °C")
-    for label, value in (
-        ("Temperature", f"{temperature} (limit {limit})" if temperature and limit else temperature),
-        ("Power", power),
-        ("Memory", f"{memory} GiB" if memory else ""),
-        ("Utilization", figure(reading.utilization, ".0f", "%")),
-        ("Clock", figure(reading.clock_mhz, ",.0f", " MHz")),
-    ):
-        if value:
-            yield label, value
+        yield Gauge("Power", f"measured by GPU {reading.shared_with}")
+    elif reading.power is not None:
+        yield Gauge("Power", figure(reading.power, ",.0f", " W"))
+    if reading.clock_mhz is not None:
+        yield Gauge("Clock", figure(reading.clock_mhz, ",.0f", " MHz"))
+
+
+@final
+class DeviceGauges:
+    """Mutable: the sensors of a device, as thin bars against their limits."""
+
+    def __init__(self, reading: SensorReading) -> None:
+        self.device = reading.device
+        self._labels: list[str] = []
+        with ui.element("div").classes("w-full"):
+            with ui.element("div").classes("card-title"):
+                text(device_name(reading.device))
+                text(harmless(reading.name), "small")
+            self._throttled = sentence("", "bad", small=True)
+            self._rows = ui.element("div").classes("studio-gauges")
+        self._values: list[TextElement] = []
+        self._bars: list[ui.element] = []
+
+    def show(self, reading: SensorReading) -> None:
+        gauges = list(gauges_of(reading))
+        self._throttled.text = f"throttled: {harmless(reading.throttled or '')}"
+        self._throttled.visible = bool(reading.throttled)
+        labels = [gauge.label for gauge in gauges]
+        if labels != self._labels:
+            self._labels = labels
+            self._rows.clear()
+            with self._rows:
+                parts = [_gauge(label) for label in labels]
+            self._values = [value for value, _ in parts]
+            self._bars = [bar for _, bar in parts]
+        for gauge, value, bar in zip(gauges, self._values, self._bars, strict=True):
+            value.text = gauge.value
+            bar.visible = gauge.share is not None
+            width = 100 * min(max(gauge.share or 0.0, 0.0), 1.0)
+            color = "var(--bad)" if gauge.is_high else "var(--ink-3)"
+            bar.style(f"--filled: {width:.1f}%; --color: {color}")
+
+
+def _gauge(label: str) -> tuple[TextElement, ui.element]:
+    """A row of a device: its value and its bar, to be changed."""
+    text(label)
+    value = text("", "b")
+    with ui.element("div").classes("studio-gauge").props("aria-hidden=true") as bar:
+        ui.element("i")
+    return value, bar
 
 
 def show_finding(finding: Finding) -> None:
-    with ui.card().props("flat bordered").classes("p-3 gap-2 w-full"):
-        with ui.row().classes("w-full items-start gap-2 no-wrap"):
-            ui.badge(finding.level).props(f"color={_LEVELS[finding.level]}").classes("px-2 py-1")
-            ui.label(harmless(finding.what)).classes("font-medium break-words min-w-0")
+    level = LEVELS[finding.level]
+    with ui.element("section").classes("card") as section:
+        with ui.element("div").classes("card-title"):
+            text(level.words, "span", f"badge {level.tone}")
+            text(harmless(finding.what), "h2", classes="studio-finding")
+        if finding.level == "blocks":
+            section.classes("studio-blocks")
+        elif finding.level == "slows":
+            section.classes("studio-slows")
         if finding.evidence:
-            ui.label(f"found: {harmless(finding.evidence)}").classes("studio-text opacity-75")
+            text(f"found: {harmless(finding.evidence)}", "p", "studio-text muted")
         for step in finding.fix:
             _show_step(harmless(step))
         if finding.level == "blocks" and finding.verify:
-            ui.label("then verify with").classes("text-sm opacity-75")
+            sentence("Then check:", "muted", small=True)
             _show_step(harmless(finding.verify))
 
 
 def _show_step(step: str) -> None:
     """A command to copy with its remark; a step that is a remark alone is text."""
     if step.startswith("# "):
-        ui.label(step[2:]).classes("break-words")
+        sentence(step[2:])
         return
     command, _, remark = step.partition("  # ")
 
@@ -209,4 +262,4 @@ def _show_step(step: str) -> None:
             ui.label(command).classes("studio-text grow min-w-0")
             copy_button(command)
         if remark:
-            ui.label(remark).classes("text-sm opacity-75 break-words")
+            sentence(remark, "muted", small=True)
