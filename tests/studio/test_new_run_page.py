@@ -10,6 +10,7 @@ from studio_for_tests import RecordedCommands, until, with_user
 
 from bloomery.plan.made import made_recipe
 from bloomery.recipe.load import dump_recipe, load_recipe, load_text
+from bloomery.studio.recipe_form import planned
 
 pytest.importorskip("nicegui", reason="the extra `studio` is not installed")
 
@@ -409,5 +410,127 @@ def test_a_new_run_from_a_run_marks_the_keys_that_its_recipe_set() -> None:
         rank.value = "7"
         user.find(marker="adapter.rank").trigger("change")
         await until(lambda: is_marked("adapter.rank"))
+
+    with_user(visit)
+
+
+FRESH = """
+model: {family: llama, hidden_size: 32, intermediate_size: 64, num_layers: 2, num_heads: 2, max_positions: 64}
+tokenizer: {train: {kind: bpe, vocab_size: 300}}
+"""
+TUNED = f"model: {{from: {MODEL}}}\nobjective: sft\nadapter: lora\n"
+RECIPES = {
+    # A model without a folder, and data that are not one path of rows.
+    "a family": FRESH + "data: {path: text, glob: '*.txt', sequence_length: 64}\n",
+    "a preset": "model: {preset: go-coder-tiny}\n"
+    + FRESH.split("\n", 2)[2]
+    + "data: {path: text}\n",
+    "sources": FRESH + "data: {sources: [{path: text}, {path: notes.jsonl}]}\n",
+    "another recipe": "extends: base.yaml\n",
+    "a known model": TUNED + "data: {path: chats.jsonl}\n",
+    "another objective": TUNED.replace("sft", "kto") + "data: {path: labels.jsonl}\n",
+    "no such data": FRESH + "data: {path: nosuch}\n",
+    "no such source": FRESH + "data: {sources: [{path: text}, {path: nosuch.jsonl}]}\n",
+    "no such model": "model: {from: ./nosuch}\ndata: {path: chats.jsonl}\n",
+    "no such key": FRESH + "data: {path: text}\ntrain: {epoch: 1}\n",
+    "no data": TUNED,
+}
+
+
+def write_everything() -> None:
+    Path("text").mkdir()
+    Path("text/a.txt").write_text("a b c " * 200)
+    Path("base.yaml").write_text(RECIPES["a family"])
+    write_rows("chats.jsonl", *[CHAT] * 40)
+    write_rows("notes.jsonl", *[{"text": "a b c"}] * 40)
+    write_rows("labels.jsonl", *[{"prompt": "a", "completion": "b", "label": True}] * 40)
+
+
+@pytest.mark.parametrize("way", ["typed", "of a run"])
+@pytest.mark.parametrize("kind", RECIPES)
+def test_start_is_on_exactly_when_the_recipe_can_be_planned(way: str, kind: str) -> None:
+    """Whatever the questions make of a recipe that they did not ask for."""
+    commands = RecordedCommands()
+    write_everything()
+    text = RECIPES[kind]
+    can_start = not kind.startswith("no ")
+    if way == "of a run":
+        Path("runs/first").mkdir(parents=True)
+        Path("runs/first/recipe.yaml").write_text(text.replace("base.yaml", "../../base.yaml"))
+        Path("runs/first/events.jsonl").write_text("")
+        if kind == "another recipe":  # a run's recipe is whole
+            Path("runs/first/recipe.yaml").write_text(RECIPES["a family"])
+    assert planned(text, "recipe").is_startable == can_start
+
+    async def visit(user) -> None:
+        if way == "typed":
+            await user.open("/new")
+            opened_settings(user).value = text
+        else:
+            await user.open("/new?run=first")
+        if can_start:
+            await settled(user)
+            user.find("Start").click()
+            await until(lambda: commands.started)
+        else:
+            await asyncio.sleep(1)
+            assert not start_button(user).enabled
+
+    with_user(visit, commands)
+    assert bool(commands.started) == can_start
+    if can_start:
+        written = load_recipe(commands.started[0][1]).recipe
+        expected = load_text(text, name=written.name, source="x").recipe
+        assert written.model_copy(update={"name": ""}) == expected.model_copy(update={"name": ""})
+
+
+def test_an_answer_changes_a_typed_recipe_whose_model_has_no_folder() -> None:
+    """Nothing is the matter with the model: the data alone are judged."""
+    write_everything()
+    write_rows("more.jsonl", *[{"text": "a b c"}] * 40)
+
+    async def visit(user) -> None:
+        await user.open("/new")
+        editor = opened_settings(user)
+        editor.value = RECIPES["a family"]
+        await settled(user)
+        assert "on" in field(user, "purpose-text").classes
+        answer(user, "Dataset", "more.jsonl")
+        await until(lambda: "more.jsonl" in editor.value)
+        await settled(user)
+        answer(user, "Dataset", "nosuch.jsonl")
+        await until(lambda: "no such file" in mistake_at(user, "Dataset"))
+        assert not start_button(user).enabled
+
+    with_user(visit)
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "can_start"),
+    [
+        (MODEL, "chats.jsonl", True),
+        (MODEL, "", False),
+        ("", "chats.jsonl", False),
+        (MODEL, "nosuch.jsonl", False),
+        ("qwen2.5-0.5b-lora", "", True),  # its data are of the Hub
+        ("qwen2.5-0.5b-lora", "chats.jsonl", True),
+        ("go-coder-tiny", "", False),  # its data are not here
+        ("go-coder-tiny", "text", True),
+    ],
+)
+def test_start_is_on_exactly_when_the_questions_are_answered(model, data, can_start) -> None:
+    write_everything()
+
+    async def visit(user) -> None:
+        await user.open("/new")
+        if model:
+            answer(user, "Model", model)
+        if data:
+            answer(user, "Dataset", data)
+        if can_start:
+            await settled(user)
+        else:
+            await asyncio.sleep(1)
+            assert not start_button(user).enabled
 
     with_user(visit)

@@ -507,7 +507,9 @@ class NewRun:
 
     def _show_purposes(self, mistake: str) -> None:
         facts = self.answered.facts
-        chosen = self.answers.purpose or (facts.proposed if facts is not None else "")
+        chosen = self.answers.purpose
+        if not chosen and facts is not None and not self._own_text:  # a recipe says what it is for
+            chosen = facts.proposed
         self._choices.clear()
         with self._choices:
             for purpose in PURPOSES:

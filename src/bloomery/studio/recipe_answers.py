@@ -62,16 +62,19 @@ def answered(
     """Reads the model and the data that are named, and makes the recipe with `edits` on top, values by key.
 
     `own_text`: a recipe that is not made of answers, in which the answer `changed` is set: model, data, purpose,
-    columns or reward.
+    columns or reward. Of such a recipe the plan judges: it has models without a folder and data without a path. Only
+    what `changed` names can be a mistake here.
     """
     mistakes = dict[str, str]()
     about = about_data = ""
+    is_made = own_text is None
     if answers.model:
         try:
             with system_errors_worded():
                 about = about_model(answers.model)
         except UserError as error:
-            mistakes["model"] = sentence_of(error)
+            if is_made or changed == "model":
+                mistakes["model"] = sentence_of(error)
     facts: DataFacts | None = None
     if answers.data and not answers.data.startswith(BUILTIN):
         try:
@@ -80,11 +83,11 @@ def answered(
         except UserError as error:
             if is_to_be_downloaded(answers.data):
                 about_data = "to be downloaded from the Hub"
-            else:
+            elif is_made or changed == "data":
                 mistakes["data"] = sentence_of(error)
-    missing = "" if own_text is not None else _missing(answers, facts)
+    missing = _missing(answers, facts) if is_made else ""
     is_unread = facts is not None and facts.problem and facts.sides is None and not answers.columns
-    if facts is not None and is_unread and (own_text is None or changed == "data"):
+    if facts is not None and is_unread and (is_made or changed == "data"):
         mistakes["data"] = f"{facts.problem}: {facts.fix}"
     result = Answered(
         about_model=about, about_data=about_data, facts=facts, mistakes=mistakes, missing=missing
@@ -143,6 +146,7 @@ def answers_of(values: Mapping[str, Any] | None, answers: Answers) -> Answers:
         place = f"{BUILTIN}{data['builtin']}"
     if data.get("sources"):
         place = f"{BUILTIN}{counted(len(data['sources']), 'sources')}"
+    kind = "dpo" if kind == "kto" else kind  # one question asks for both
     is_same = answers.data == place and PURPOSE.get(answers.purpose, _NONE).objective == kind
     fitting = (purpose.name for purpose in PURPOSES if purpose.objective == kind)
     purpose = answers.purpose if is_same else next(fitting, "")
