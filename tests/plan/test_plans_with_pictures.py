@@ -6,18 +6,23 @@ from dataclasses import replace
 import pytest
 
 from bloomery.data.pictures.encoder import VisionSource
+from bloomery.data.pictures.processor import TEXTS
 from bloomery.data.shards import read_manifest
+from bloomery.facts.picture_sizes import _PROCESSORS
+from bloomery.facts.pictures import VISION_KINDS
+from bloomery.facts.towers import _TOWERS
 from bloomery.model.configs import headers_of
 from bloomery.model.io.stored import vision_tensors
-from bloomery.plan.estimate.towers import TowerMemory, tower_flops
+from bloomery.plan.estimate.towers import _WIDTHS, TowerMemory, tower_flops
 from bloomery.plan.gather import prepared_facts
 from bloomery.plan.notes import plan_notes
 from bloomery.plan.page import picture_lines
 from bloomery.plan.pictures import step_pictures, tower_in
 from bloomery.plan.resolve import local_facts, resolve, step_shape
-from bloomery.recipe.load import load_recipe
+from bloomery.recipe.load import load_recipe, packaged
 from bloomery.view.planned_figures import diagnosis_facts
 from pictures_for_tests import BLUE, RED, TEXT, prepared_rows, row
+from tiny_composites import CONFIGS
 
 
 def planned(folder, rows):
@@ -142,3 +147,36 @@ def test_a_random_model_lacks_no_weights(tmp_path):
     loaded = load_recipe(tmp_path / "recipe.yaml", overrides)
     notes = list(plan_notes(loaded.recipe, resolve(loaded, local_facts(loaded)), is_local=True))
     assert not [note for note in notes if "no weights" in note]
+
+
+def test_tables_of_plans_have_each_kind_of_tower():
+    kinds = set(VISION_KINDS)
+    for table in (_TOWERS, _PROCESSORS, _WIDTHS, TEXTS):
+        assert set(table) == kinds
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("train", ["none", "projector", "all"])
+def test_each_kind_of_tower_has_an_estimate(kind, train, tmp_path):
+    prepared = prepared_rows(tmp_path, [row(RED, TEXT)] * 4, kind=kind, weights=True)
+    edits = [f"data.prepared={prepared}", "train.precision=float32", f"vision.train={train}"]
+    loaded = load_recipe(tmp_path / "recipe.yaml", edits)
+    assert resolve(loaded, local_facts(loaded)).memory.parts["pictures"] > 0
+
+
+SEEING = sorted(
+    name
+    for name in packaged()
+    if name.startswith(("demo-vision", "qwen3-vl", "smolvlm")) or "-vision-" in name
+)
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_each_packaged_recipe_with_pictures_has_a_plan(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    loaded = load_recipe(name)
+    memory = resolve(loaded, local_facts(loaded)).memory
+    assert memory.high > 0
+    # Of data that are not downloaded no picture is known.
+    assert ("pictures" in memory.parts) == (not str(loaded.recipe.data.path).startswith("hub:"))

@@ -42,6 +42,9 @@ def wide_config(kind: str) -> dict:
     """The tiny model with a tower that weighs more than its language model."""
     config = json.loads(json.dumps(CONFIGS[kind]))
     vision = config["vision_config"]
+    if kind == "gemma4_unified":  # has no layers
+        vision |= {"mm_embed_dim": 2048, "output_proj_dims": 2048}
+        return config
     vision |= QWEN if kind.startswith("qwen") else WIDE
     if "head_dim" in vision:
         vision["head_dim"] = 32

@@ -45,6 +45,12 @@ def test_the_plan_has_the_memory_of_a_step(kind, size, precision, wide, tmp_path
     assert planned == pytest.approx(measured, rel=0.05)
 
 
+def test_the_plan_has_the_memory_of_an_embedder_without_layers(wide, tmp_path):
+    wide("gemma4_unified")
+    _, planned, measured = planned_and_measured(tmp_path, "gemma4_unified", SIZES[0])
+    assert planned == pytest.approx(measured, rel=0.05)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("edits", [WHOLE, FIRST_STAGE])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

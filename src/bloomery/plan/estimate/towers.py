@@ -54,6 +54,16 @@ _WIDTHS: Mapping[str, _LayerWidths] = MappingProxyType(
     {
         "gemma3": _LayerWidths(projector=2.0),
         "gemma4": _LayerWidths(kept=19.0, kept_autocast=35.0),
+        # One embedder: both axes' places of a patch before and after padding is masked, or its normed numbers.
+        "gemma4_unified": _LayerWidths(
+            attention=5.0,
+            attention_half=6.0,
+            mlp=1.0,
+            mlp_half=1.0,
+            kept=4.0,
+            kept_autocast=7.0,
+            projector=1.0,
+        ),
         "internvl": _LayerWidths(
             mlp=5.0, mlp_half=5.0, kept=10.0, kept_autocast=14.0, projector=3.0
         ),
@@ -252,7 +262,7 @@ class TowerMemory:
         attention, mlp = widths.attention, widths.mlp
         if size < 4:
             attention, mlp = widths.attention_half, widths.mlp_half
-        inner = tower.inner * (3 if tower.gated else 2)
+        inner = tower.inner * (3 if tower.gated else 2) if tower.layers else tower.patch_values
         layer = size * max(attention * tower.width, mlp * tower.width + inner)
         return self._patches * (layer + self._beside_layers)
 
@@ -286,12 +296,12 @@ class TowerMemory:
 
     @property
     def _layer(self) -> float:
-        """Of a patch, what a layer keeps without recomputation."""
+        """Of a patch, what a layer keeps without recomputation, or an embedder that is alone."""
         tower = self.pictures.tower
         assert tower is not None
         widths = self._widths
         kept = widths.kept_autocast if self.autocasts else widths.kept
-        inner = tower.inner * (4 if tower.gated else 2)
+        inner = tower.inner * (4 if tower.gated else 2) if tower.layers else tower.patch_values
         numbers = kept * tower.width + inner
         if tower.is_joint and self.autocasts:  # the mask in the dtype of products
             numbers += self._patches
@@ -302,6 +312,8 @@ class TowerMemory:
         tower = self.pictures.tower
         assert tower is not None
         mode = self.step.checkpointing
+        if not tower.layers:
+            return self._layer
         if mode == "none":
             return tower.layers * self._layer
         stream = (4 if self.autocasts else self.frozen_bytes_per_number) * tower.width
