@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from studio_for_tests import make_run
@@ -96,3 +97,24 @@ def test_after_its_end_a_run_says_what_is_saved() -> None:
     value, below, _ = figures["Validation loss, best"]
     assert below.startswith("at step 40, the last evaluation; ")
     assert float(value) < float(below.split()[-3])
+
+
+@pytest.mark.parametrize(
+    ("peak", "below", "tone"),
+    [
+        (8.0, "20% below the plan: 10.0 GiB", "good"),
+        (10.1, "as planned: 10.0 GiB", "good"),
+        (10.5, "5% above the plan: 10.0 GiB", "warn"),
+        (11.2, "12% above the plan: 10.0 GiB", "warn"),
+        (13.0, "30% above the plan: 10.0 GiB", "warn"),
+    ],
+)
+def test_memory_above_the_plan_wants_a_look(peak: float, below: str, tone: str) -> None:
+    from bloomery.studio.run_headline import _of_memory
+
+    plan = SimpleNamespace(memory=SimpleNamespace(total=10 * 2**30))
+    opened = SimpleNamespace(
+        summary=SimpleNamespace(peak_gib=peak), reader=SimpleNamespace(plan=plan)
+    )
+    (figure,) = _of_memory(opened)
+    assert (figure.value, figure.below, figure.tone) == (f"{peak:.1f}", below, tone)
