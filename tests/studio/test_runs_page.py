@@ -73,6 +73,8 @@ def test_the_runs_of_a_sweep_are_a_group_with_what_decides() -> None:
         assert rows == [["alone"], ["rates/high", "rates/low"]]
         (fold,) = [e for e in user.find(ui.expansion).elements if e.text == "rates"]
         assert fold.props["caption"] == "sweep of 2 runs; best so far validation loss 1.250: high"
+        user.find("Compare its runs").click()
+        await until(lambda: user.back_history[-1] == "/compare?sweep=rates")
 
         await user.open("/run/rates/high")
         await user.should_see("1.250")
