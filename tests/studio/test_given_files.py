@@ -1,5 +1,6 @@
 """Datasets that a page is given, and what it finds on the Hub, which a stand-in answers for."""
 
+import json
 import os
 import subprocess
 import sys
@@ -72,6 +73,20 @@ def test_pasted_rows_are_a_dataset() -> None:
     assert (facts.about, facts.proposed) == ("2 conversations, JSONL", "chat")
     with pytest.raises(UserError, match="nothing was pasted"):
         save_pasted(" \n")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [{"role": "user", "content": "3 + 4"}], "secret": 7},
+        {"prompt": "3 + 4", "answer": 7},
+    ],
+)
+def test_prompts_without_answers_are_for_rewards_alone(row: dict[str, object]) -> None:
+    path = save_pasted("\n".join([json.dumps(row)] * 20))
+    facts = facts_of(str(path))
+    assert (facts.proposed, facts.objective, facts.problem) == ("rewards", "grpo", "")
+    assert facts.lacks.keys() == {"chat", "instructions", "preferences", "text"}
 
 
 def test_the_hub_is_searched_by_words_and_never_for_paths(monkeypatch) -> None:

@@ -132,6 +132,12 @@ def facts_of(data: str) -> DataFacts:
     try:
         found = peek(source)
     except UserError as error:
+        if _is_for(
+            PURPOSE["rewards"], source, None
+        ):  # prompts without answers are for rewards alone
+            others = {name: lack for name, lack in _LACKS.items() if name != "rewards"}
+            about = _about(source, None)
+            return DataFacts(data, about, "rewards", "grpo", others, columns, texts)
         # The words of the command line name two columns where these may be prompt and response: the page asks.
         sides = None
         if len(texts) > 1 and error.fix == two_texts_fix(texts, cells, pretrains=False):
