@@ -56,3 +56,11 @@ def studio(folder: Path, chromium: Browser) -> Iterator[str]:
     with studio_process(folder) as url:
         chromium.open(f"{url}?token={TOKEN}")
         yield url
+
+
+@pytest.fixture(autouse=True)
+def _may_download(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules of other tests forbid it for their process as they are collected; New run then starts nothing that is to
+    be downloaded.
+    """
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
