@@ -152,11 +152,11 @@ ALL_WEIGHTS = (
 FIGURES = [
     ("worldmodel-rocm-spec.md", 'qwen2.5-3b-lora --gpu "MI50 32GB"', "20.4"),
     ("go-coder-guide.md", 'go-coder-125m --gpu "RX 6700 XT"', "3.19 10 610,352 20"),
-    ("rocm-overview.md", "llama2-7b-lora-qa --gpu MI300X", "16.8 6.74 0.25%"),
+    ("rocm-overview.md", "llama2-7b-lora-qa --gpu MI300X -v", "16.8 6.74 0.25%"),
     ("rocm-overview.md", "llama2-7b-lora-qa adapter.kind=none --gpu MI300X", "50.2 25.1"),
-    ("rocm-overview.md", "llama2-70b-lora-8gpu --gpu MI300X", "163.6 176.6"),
-    ("forgather-examples.md", 'llama2-7b-full-24gb --gpu "RX 7900 XTX"', "12.6 19.0 22.1"),
-    ("forgather-examples.md", 'llama2-7b-lora --gpu "RTX 4090" --gpus 2', "7,100 5,300 2,900"),
+    ("rocm-overview.md", "llama2-70b-lora-8gpu --gpu MI300X -v", "163.6 176.6"),
+    ("forgather-examples.md", 'llama2-7b-full-24gb --gpu "RX 7900 XTX" -v', "12.6 19.0 22.1"),
+    ("forgather-examples.md", 'llama2-7b-lora --gpu "RTX 4090" --gpus 2 -v', "7,100 5,300 2,900"),
     ("forgather-examples.md", 'llama2-7b-pipeline-2gpu --gpu "RTX 4090"', "16.2 22.1 3,800"),
     (
         "forgather-examples.md",
@@ -185,7 +185,7 @@ FIGURES = [
         f'llama2-30b-pipeline-6gpu-long {ALL_WEIGHTS} --gpu "RTX 4090"',
         "33.9",
     ),
-    ("forgather-examples.md", 'llama2-30b-pipeline-6gpu-long --gpu "RTX 4090"', "14.4 15,104"),
+    ("forgather-examples.md", 'llama2-30b-pipeline-6gpu-long --gpu "RTX 4090" -v', "14.4 15,104"),
 ]
 
 

@@ -40,7 +40,7 @@ def test_a_picture_shows_what_is_printed_today(picture) -> None:
 
 
 def test_three_dots_leave_out_what_follows_the_figures() -> None:
-    words = 'bloomery plan go-coder-125m --gpu "RX 6700 XT"'
+    words = 'bloomery plan go-coder-125m --gpu "RX 6700 XT" -v'
     text = f"```\n$ {words}\nold\n...\n```"
     short, whole = plan_pages.refreshed(text), plan_pages.refreshed(f"```\n$ {words}\nold\n```")
     assert "claims " in whole

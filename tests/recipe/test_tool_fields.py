@@ -51,6 +51,7 @@ NO_MEANING = (
     "data.pin_memory",
     "data.columns",  # of its usual name
     "data.document_masking",  # of packed sequences, and nothing is packed
+    "eval.on_start",
     "logging.",
     "sample.",
 )
