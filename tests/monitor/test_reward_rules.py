@@ -240,3 +240,10 @@ def test_completions_that_are_all_cut_off_are_not_trained_on():
 
 def replace_metrics(event, metrics):
     return replace(event, metrics=metrics)
+
+
+@pytest.mark.parametrize("name", TROUBLES)
+def test_a_run_that_a_teacher_trains_has_no_trouble_with_rewards(name):
+    """An environment's rewards are then figures alone: equal ones leave the gradient as it is."""
+    events = list(rollouts(**TROUBLES[name][0]))
+    assert causes(events) and causes(events, replace(FACTS, trains_on_rewards=False)) == []

@@ -1,75 +1,29 @@
 """Runs whose completions are episodes: resumed bitwise, the same on any ranks and slots, evaluated with their tools."""
 
-import json
-import os
 import random
-import signal
 from pathlib import Path
 
 import pytest
-from rollouts_for_tests import RECIPE, STEPS, assert_same_training, completions, metrics, plan_of
+from episodes_for_tests import (
+    EDITS,
+    GUESS,
+    LOOKUP,
+    assert_same_episodes,
+    killed,
+    played,
+    write_episodes,
+)
+from rollouts_for_tests import STEPS, assert_same_training, completions, metrics, plan_of
 
 from bloomery.core.errors import UserError
-from bloomery.data.prepare.prepare import prepare
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.evals.evaluate import load_to_evaluate
 from bloomery.evals.rewards import evaluate_rewards
-from bloomery.infer.completions import Completion, sample_completions
 from bloomery.plan.unsupported import refuse_recipe
 from bloomery.recipe.load import load_recipe
-from bloomery.train.rl import episodes, sampler
 from bloomery.train.rl.rollout_source import sampling_of
-from bloomery.train.rl.tools import Tools
-from ranks import fields, losses, on_ranks, ranks, train_here
+from ranks import fields, losses, on_ranks
 
-TEMPLATE = """\
-{%- for tool in tools or [] %}{{ tool.function.name }}
-{% endfor %}
-{%- for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}
-{%- for call in message.tool_calls or [] %}<tool_call>
-{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>{% endfor %}<|im_end|>
-{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-GAME = '''
-import random
-from pathlib import Path
-
-CALLS = Path(__file__).with_name("calls.txt")
-
-
-class Guess:
-    def reset(self, seed, answer, **row):
-        self.secret = random.Random(seed).randrange(8)
-        self.is_right = False
-        return f" {answer}"
-
-    def guess(self, n: int) -> str:
-        """Guess.
-
-        Args:
-            n: a number
-        """
-        self.is_right = self.is_right or n == self.secret
-        return "right" if n == self.secret else "more" if n < self.secret else "less"
-
-    def get_reward(self):
-        return float(self.is_right)
-
-
-def lookup(n: int) -> str:
-    """Look something up, which says another thing each time.
-
-    Args:
-        n: a number
-    """
-    count = len(CALLS.read_text()) if CALLS.is_file() else 0
-    with CALLS.open("a") as file:
-        file.write(".")
-    return f"answer {count}" if n % 2 else f"{n}"
-'''
 SLOW = '''
 import time
 from game import Guess
@@ -85,87 +39,19 @@ class Slow(Guess):
         time.sleep(0.4 * (self.secret % 2))
         return super().guess(n)
 '''
-EDITS = (
-    "data.sequence_length=192",
-    "data.chat.template=short.jinja",
-    "objective.max_completion_length=120",
-    "objective.max_turns=3",
-    "train.batch_size=8",
-    "tokenizer.additional_special_tokens=[<|im_start|>, <|im_end|>, <tool_call>, </tool_call>]",
-)
-GUESS = ("rewards=[]", "environment={python: 'game.py:Guess'}")
-LOOKUP = ("tools=[{python: 'game.py:lookup'}]",)
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory, monkeypatch_module) -> Path:
     folder = tmp_path_factory.mktemp("episodes")
     monkeypatch_module.chdir(folder)
-    rows = [{"prompt": f"def f{number}(x): return", "answer": number} for number in range(40)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "my_rewards.py").write_text(
-        "def spaces(completions, **_):\n    return [len(str(text)) % 7 for text in completions]\n"
-    )
-    (folder / "game.py").write_text(GAME)
-    (folder / "short.jinja").write_text(TEMPLATE)
-    (folder / "rl.yaml").write_text(RECIPE)
-    prepare(load_recipe(str(folder / "rl.yaml"), EDITS), folder / "prepared")
-    return folder
+    return write_episodes(folder)
 
 
 @pytest.fixture(scope="module")
 def monkeypatch_module():
     with pytest.MonkeyPatch.context() as patch:
         yield patch
-
-
-def steered(decoder, prompts, num_generations, sampling, uniforms, **named):
-    """What a model samples that has learned to call: its ids are replaced by those of a call, by its random numbers."""
-    texts = sample_completions(decoder, prompts, num_generations, sampling, uniforms, **named)
-    numbers = uniforms([Completion(number, 0) for number in range(len(prompts))]).tolist()
-    for text, number, limit in zip(texts, numbers, named["limits"], strict=True):
-        answer = CALL % (TOOL, int(number * 8)) if number < 0.8 else "done"
-        ids = [*TOKENIZER.encode(answer, special=True), TOKENIZER.id_of("<|im_end|>")]
-        text.truncated = len(ids) > limit
-        text.ids = ids[:limit]
-        text.logps = [-1.0] * len(text.ids)
-    return texts
-
-
-CALL = '<tool_call>\n{"name": "%s", "arguments": {"n": %d}}\n</tool_call>'
-TOOL = ""
-TOKENIZER = None
-
-
-def play(plan_json, folder, resume_from, stop_after, prepared, tool, slots):
-    """One rank of a run whose model calls a tool."""
-    global TOKENIZER, TOOL
-    TOKENIZER = load_tokenizer(Path(prepared))
-    TOOL = tool
-    before = episodes.sample_completions, sampler.ROLLOUT_SLOTS
-    episodes.sample_completions, sampler.ROLLOUT_SLOTS = steered, slots
-    try:
-        return train_here(plan_json, folder, resume_from, stop_after)
-    finally:
-        episodes.sample_completions, sampler.ROLLOUT_SLOTS = before
-
-
-def played(
-    plan, folder: Path, recipe: Path, *, tool="guess", resume_from=None, stop_after=None, slots=64
-):
-    folder.mkdir(exist_ok=True)
-    words = (
-        plan.model_dump_json(),
-        str(folder),
-        resume_from and str(resume_from),
-        stop_after,
-        str(recipe / "prepared"),
-        tool,
-        slots,
-    )
-    if plan.train.ranks == 1:
-        return play(*words)
-    return ranks(plan.train.ranks).call(play, *words)[0]
 
 
 @pytest.fixture(scope="module")
@@ -211,36 +97,6 @@ def test_a_run_goes_on_between_its_episodes_bitwise(recipe, whole, tmp_path, sto
     assert_same_training(folder, [*first, *rest], other, events)
 
 
-def killed(plan, folder: Path, recipe: Path, *, resume_from: Path | None, at: int) -> bool:
-    """Plays in a copy of this process, which is killed at its `at`th request to tools; False if it ended before."""
-    process = os.fork()
-    if process == 0:
-        num_requests = 0
-
-        def kill_or(request):
-            def asked(*words):
-                nonlocal num_requests
-                num_requests += 1
-                answers = request(*words)
-                if num_requests == at:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return answers
-
-            return asked
-
-        for name in ("reset", "call", "rewards"):
-            setattr(Tools, name, kill_or(getattr(Tools, name)))
-        code = 1
-        try:
-            played(plan, folder, recipe, resume_from=resume_from)
-            code = 0
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(process, 0)
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-    return os.WIFSIGNALED(status)
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(8))
 def test_a_run_that_is_killed_within_turns_ends_the_same(recipe, whole, tmp_path, seed):
@@ -278,12 +134,7 @@ def test_a_run_that_is_killed_within_turns_ends_the_same(recipe, whole, tmp_path
 def test_episodes_are_the_same_on_any_ranks_and_slots(recipe, whole, tmp_path, mesh, slots):
     plan = on_ranks(plan_of(recipe, *EDITS, *GUESS, "train.max_steps=1"), **mesh)
     played(plan, tmp_path / "run", recipe, slots=slots)
-    names = ("prompt_ids", "completion_ids", "messages", "given", "reward")
-    ours, theirs = (
-        [{name: row[name] for name in names} for row in completions(folder)["step-00000001.jsonl"]]
-        for folder in (tmp_path / "run", whole[0])
-    )
-    assert ours == theirs
+    assert_same_episodes(tmp_path / "run", whole[0])
 
 
 def test_ranks_wait_each_for_its_own_slow_tools(recipe, whole, tmp_path):
@@ -328,7 +179,6 @@ def test_eval_plays_the_episodes_of_a_run(recipe, whole):
 
 REFUSED = {
     "objective={kind: sft}": "and sft samples none",
-    "objective={kind: ppo}": "not supported yet: tools with ppo",
     "environment={python: 'game.py:Nothing'}": "has no class Nothing",
     "tools=[{python: 'game.py:nothing'}]": "has no function nothing",
 }

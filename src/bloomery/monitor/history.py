@@ -60,6 +60,9 @@ class PlanFacts:
     router_loss: float | None = None
     router_bias_update: float = 0.0
     # Of a run with rewards.
+    trains_on_rewards: bool = (
+        True  # False: a teacher trains it, and an environment's rewards are figures alone
+    )
     highest_reward: float | None = None  # that a completion can have, where that is known
     max_completion_length: int = 0
     kl_key: str = "beta"  # the objective's key with the weight of its KL divergence

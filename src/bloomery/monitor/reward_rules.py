@@ -33,8 +33,10 @@ FAR_FROM_REFERENCE = 1.0
 
 
 def why_rewards_do_not_rise(history: RunHistory, facts: PlanFacts) -> Iterator[Diagnosis]:
-    """Nothing for a run without rewards, for a young one, and for one whose reward rises or is as high as can be."""
-    if not history.first_rollouts:
+    """Nothing for a run that does not train on rewards, for a young one, and for one whose reward rises or is as high
+    as can be.
+    """
+    if not history.first_rollouts or not facts.trains_on_rewards:
         return
     highest = facts.highest_reward
     if highest is not None and _mean(history.newest_rollouts, "reward") >= SOLVED * highest:

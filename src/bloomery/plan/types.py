@@ -18,7 +18,7 @@ from bloomery.data.shards import Texts
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.limits import Dequantizer
 from bloomery.recipe.episodes import EnvironmentSection, Tool
-from bloomery.recipe.objectives import Pretrain
+from bloomery.recipe.objectives import Pretrain, Rollouts
 from bloomery.recipe.rewards import AnyReward
 from bloomery.recipe.schema import (
     Adapter,
@@ -604,7 +604,9 @@ class EpisodesPlan(PlanPart):
         """None where a completion is one answer."""
         if not (recipe.tools or recipe.environment.is_set):
             return None
-        max_turns = getattr(recipe.objective, "max_turns", 1)  # other objectives are refused
+        max_turns = 1
+        if isinstance(recipe.objective, Rollouts):  # others are refused
+            max_turns = recipe.objective.max_turns
         return cls(tools=tuple(recipe.tools), environment=recipe.environment, max_turns=max_turns)
 
 

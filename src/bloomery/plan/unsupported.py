@@ -294,12 +294,10 @@ def _refuse_tool_misfits(recipe: Recipe) -> None:
     if episodes is None:
         return
     where = "tools" if recipe.tools else "environment"
-    if not isinstance(recipe.objective, GroupRollouts):
+    if not isinstance(recipe.objective, Rollouts):
         kind = recipe.objective.kind
         raise UserError(
-            f"not supported yet: tools with {kind}"
-            if isinstance(recipe.objective, Rollouts)
-            else f"tools are called in completions that the model samples, and {kind} samples none",
+            f"tools are called in completions that the model samples, and {kind} samples none",
             where=where,
             fix="set objective.kind=grpo, or tools=[] and environment.python=null",
             code=2,

@@ -197,6 +197,10 @@ class Rollouts(ObjectiveSection):
     steps_per_generation: PositiveInt = key(
         1, "Optimizer steps in one pass over the completions of a rollout."
     )
+    max_turns: PositiveInt = key(
+        8,
+        "With tools: answers of the model in an episode; the tools of the last one are not called.",
+    )
 
 
 class RewardedRollouts(Rollouts):
@@ -227,10 +231,6 @@ class GroupRollouts(TaughtByDivergence, RewardedRollouts):
     """Compares the completions of a prompt with each other; a teacher may judge their tokens as well."""
 
     num_generations: Annotated[int, Field(ge=2)] = key(8, "Completions per prompt.")
-    max_turns: PositiveInt = key(
-        8,
-        "With tools: answers of the model in an episode; the tools of the last one are not called.",
-    )
     epsilon: NonNegativeFloat = key(
         0.2, "Clip range of the ratio of new to old probability, below 1."
     )

@@ -111,6 +111,7 @@ def diagnosis_facts(plan: RunPlan, machine: Machine | None) -> PlanFacts:
         step_seconds=None if estimate is None else (estimate.low, estimate.high),
         router_loss=None if router is None else router.loss,
         router_bias_update=0.0 if router is None else router.bias_update,
+        trains_on_rewards=isinstance(objective, RewardedRollouts),
         highest_reward=_highest_reward(plan),
         max_completion_length=objective.max_completion_length
         if isinstance(objective, RewardedRollouts)

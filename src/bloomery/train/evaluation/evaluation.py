@@ -63,12 +63,15 @@ class EvalResult:
 
     @classmethod
     def of_divergence(cls, held_out: HeldOutDivergence) -> "EvalResult":
+        metrics = {"divergence": held_out.divergence, "agreement": held_out.agreement}
+        if held_out.reward is not None:
+            metrics["reward"] = held_out.reward
         return cls(
             loss=held_out.divergence,
             tokens=held_out.tokens,
             bytes=None,
             seconds=held_out.seconds,
-            metrics={"divergence": held_out.divergence, "agreement": held_out.agreement},
+            metrics=metrics,
         )
 
     @property

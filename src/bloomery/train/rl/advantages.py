@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Literal, Protocol, final
 
 import torch
@@ -10,7 +11,7 @@ from bloomery.recipe.objectives import Grpo, OnPolicyDistill, Ppo, Rloo, Rollout
 from bloomery.train.rl.policy_loss import group_advantages, leave_one_out_advantages
 from bloomery.train.rl.policy_scores import LOGPS, VALUES, PolicyScores
 from bloomery.train.rl.ppo import TokenRewarding
-from bloomery.train.rl.rollout import MicroBatchShape, RolloutSample
+from bloomery.train.rl.rollout import TARGETS, MicroBatchShape, RolloutSample, TokenTargets
 
 # What the reward of a completion is compared with.
 Scale = Literal["group", "batch", "none", "leave_one_out"]
@@ -112,7 +113,12 @@ class CompletionAdvantages:
 @final
 @dataclass(frozen=True)
 class TokenAdvantages:
-    """PPO: each token has a target, by the model's value head. A completion without any reward has no loss."""
+    """PPO: each sampled token has a target, by the model's value head. A completion without any reward has no loss.
+
+    What tools answered is no action, but a part of the step from the last token of a turn to the first one of the next:
+    of an episode its sampled tokens alone follow each other, and the last of them has the reward. So does verl's
+    `compute_gae_advantage_return`, which steps over masked tokens.
+    """
 
     scores: PolicyScores
     rewarding: TokenRewarding
@@ -130,15 +136,21 @@ class TokenAdvantages:
         logps, values = self.scores.rows_of_head(samples, shape, (LOGPS, VALUES))
         reference_logps = None
         if self.rewarding.kl_coef:
-            reference_logps = self.scores.logps(samples, shape, of_reference=True)
+            reference_logps = _of_sampled_tokens(
+                samples, self.scores.logps(samples, shape, of_reference=True)
+            )
         rewarded = self.rewarding(
-            rewards, is_truncated, logps=logps, reference_logps=reference_logps, values=values
+            rewards,
+            is_truncated,
+            logps=_of_sampled_tokens(samples, logps),
+            reference_logps=reference_logps,
+            values=_of_sampled_tokens(samples, values),
         )
         judged_samples = tuple(
             replace(
                 sample,
                 old_logps=tuple(old_logps),
-                targets=targets,
+                targets=_with_given_tokens(sample, targets),
                 has_loss=sample.has_loss and reward == reward,
             )
             for sample, old_logps, targets, reward in zip(
@@ -146,6 +158,27 @@ class TokenAdvantages:
             )
         )
         return JudgedSamples(judged_samples, rewarded.metrics)
+
+
+def _of_sampled_tokens(
+    samples: Sequence[RolloutSample], numbers: Sequence[Sequence[float]]
+) -> list[list[float]]:
+    """`numbers`: of all tokens of each completion."""
+    return [
+        list(compress(of_completion, sample.is_sampled))
+        for sample, of_completion in zip(samples, numbers, strict=True)
+    ]
+
+
+def _with_given_tokens(sample: RolloutSample, targets: TokenTargets) -> TokenTargets:
+    """`targets`: of the sampled tokens; tokens that were given have targets of 0, and no loss."""
+    columns = [iter(getattr(targets, name)) for name in TARGETS]
+    return TokenTargets(
+        *(
+            tuple(next(column) if is_sampled else 0.0 for is_sampled in sample.is_sampled)
+            for column in columns
+        )
+    )
 
 
 @final

@@ -64,6 +64,14 @@ class RolloutSample:
         """Tokens of the completion that were not given."""
         return len(self.completion_ids) - sum(end - start for start, end in self.given)
 
+    @property
+    def is_sampled(self) -> list[bool]:
+        """Of each token of the completion, whether it was sampled and not given."""
+        flags = [True] * len(self.completion_ids)
+        for start, end in self.given:
+            flags[start:end] = [False] * (end - start)
+        return flags
+
     def extras(self) -> dict[str, float | tuple[float, ...]]:
         """What a loss needs of the completion, by its name in `Batch.extras`: of all tokens alike, or of each."""
         extras: dict[str, float | tuple[float, ...]] = {

@@ -72,6 +72,7 @@ class RolloutSettings:
     choice: PromptChoice = field(default_factory=PromptChoice)
     reward_control: Literal["none", "random", "shuffled"] = "none"
     entropy_bonus: bool = False
+    trains_on_rewards: bool = True
     shown: Literal["none", "shown", "all"] = "shown"
 
     @property
@@ -84,12 +85,15 @@ class RolloutSettings:
 class HeldOutDivergence:
     """The mean divergence from the teacher, in nats per token of completions of held-out prompts, and the share of
     tokens at which both think the same the likeliest.
+
+    `reward`: the mean of an environment, which training does not use; None without one.
     """
 
     divergence: float
     agreement: float
     tokens: int
     seconds: float
+    reward: float | None = None
 
 
 @dataclass(frozen=True)
@@ -252,8 +256,11 @@ class RolloutSource:
         ]
         if not totals:
             return divergence
+        reward = mean_of(torch.tensor(totals, dtype=torch.float64))
+        if divergence is not None and not self._settings.trains_on_rewards:
+            return replace(divergence, reward=reward)
         return HeldOutReward(
-            mean_of(torch.tensor(totals, dtype=torch.float64)),
+            reward,
             len(totals),
             num_tokens,
             time.perf_counter() - start_time,
@@ -539,6 +546,7 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
             if isinstance(objective, GroupRollouts)
             else "none",
             entropy_bonus=isinstance(objective, RewardedRollouts) and objective.entropy_coef > 0,
+            trains_on_rewards=isinstance(objective, RewardedRollouts),
             shown=plan.logging.completions,
         ),
         prompts=prompts,
