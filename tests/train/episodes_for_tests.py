@@ -5,6 +5,7 @@ import os
 import signal
 from pathlib import Path
 
+from benchmarks.tool_games import TEMPLATE
 from rollouts_for_tests import RECIPE, completions
 
 from bloomery.data.prepare.prepare import prepare
@@ -15,17 +16,6 @@ from bloomery.train.rl import episodes, sampler
 from bloomery.train.rl.tools import Tools
 from ranks import ranks, train_here
 
-TEMPLATE = """\
-{%- for tool in tools or [] %}{{ tool.function.name }}
-{% endfor %}
-{%- for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}
-{%- for call in message.tool_calls or [] %}<tool_call>
-{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>{% endfor %}<|im_end|>
-{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
 GAME = '''
 import random
 from pathlib import Path

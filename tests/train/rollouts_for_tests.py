@@ -1,17 +1,21 @@
 """A tiny recipe whose runs train on their own completions, and what tests read of such runs."""
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bloomery.data.prepare.prepare import prepare
+from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.hardware.detect import detect
+from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.plan.gather import gather
 from bloomery.plan.resolve import resolve
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import load_recipe
 from device_for_tests import on_device
-from ranks import fields, losses
+from ranks import fields, losses, train
 
 STEPS = 6
 REWARDS = """
@@ -42,6 +46,16 @@ def write_recipe(folder: Path, *edits: str) -> Path:
     (folder / "rl.yaml").write_text(RECIPE)
     prepare(load_recipe(str(folder / "rl.yaml"), edits), folder / "prepared")
     return folder
+
+
+def write_teacher(folder: Path) -> Path:
+    """Another model than that of the recipe in `folder`, with the tokenizer of its dataset."""
+    teacher = folder / "teacher"
+    teacher.mkdir()
+    load_tokenizer(folder / "prepared").save(teacher)
+    config = replace(plan_of(folder).model.config, num_layers=3, initializer_range=0.2)
+    write_model(model_state(fresh_decoder(config, seed=7)), config, teacher)
+    return teacher
 
 
 def plan_of(folder: Path, *edits: str, threads: int = 1) -> RunPlan:
@@ -84,3 +98,26 @@ def assert_same_training(
     assert len(tensors) >= 2
     for path in tensors:
         assert (run_dir / path).read_bytes() == (other_dir / path).read_bytes(), path
+
+
+def assert_resumes_to_the_same_bits(
+    plan: RunPlan,
+    folder: Path,
+    *,
+    stop_after: int = 3,
+    undisturbed: tuple[Path, list[Any]] | None = None,
+    train: Callable[..., list[Any]] = train,
+) -> list[Any]:
+    """A run that stops after some steps and resumes is the undisturbed one, whose events are returned.
+
+    `undisturbed`: its folder and its events, where it has been trained already. `train`: as that of `ranks`.
+    """
+    if undisturbed is None:
+        undisturbed = folder / "undisturbed", train(plan, folder / "undisturbed")
+    stopped = folder / "stopped"
+    before = train(plan, stopped, stop_after=stop_after)
+    checkpoint = stopped / "checkpoints" / f"step-{stop_after:08d}"
+    after = train(plan, stopped, resume_from=checkpoint)
+    assert losses(undisturbed[1]).keys() == set(range(1, plan.train.steps + 1))
+    assert_same_training(stopped, [*before, *after], *undisturbed)
+    return undisturbed[1]

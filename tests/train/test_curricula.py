@@ -5,7 +5,13 @@ import math
 
 import pytest
 import torch
-from rollouts_for_tests import assert_same_training, completions, metrics, plan_of, write_recipe
+from rollouts_for_tests import (
+    assert_resumes_to_the_same_bits,
+    completions,
+    metrics,
+    plan_of,
+    write_recipe,
+)
 
 from bloomery.data.prompts import Prompts
 from bloomery.train.rl.groups import control_totals
@@ -120,12 +126,8 @@ def test_prompts_are_left_out_as_a_plain_loop_leaves_them(recipe, whole):
 
 
 def test_a_resumed_run_leaves_out_the_same(recipe, whole, tmp_path):
-    other, events = whole
-    folder = tmp_path / "stopped"
     plan = plan_of(recipe, *EDITS)
-    first = train(plan, folder, stop_after=4)
-    rest = train(plan, folder, resume_from=folder / "checkpoints" / "step-00000004")
-    assert_same_training(folder, [*first, *rest], other, events)
+    assert_resumes_to_the_same_bits(plan, tmp_path, stop_after=4, undisturbed=whole)
 
 
 def test_two_ranks_leave_out_the_same(recipe, whole, tmp_path):

@@ -3,7 +3,13 @@
 import json
 
 import pytest
-from rollouts_for_tests import assert_same_training, completions, metrics, plan_of, write_recipe
+from rollouts_for_tests import (
+    assert_resumes_to_the_same_bits,
+    completions,
+    metrics,
+    plan_of,
+    write_recipe,
+)
 
 from bloomery.data.prompts import Prompts
 from bloomery.infer.completions import Completion
@@ -78,15 +84,11 @@ def test_the_first_prompts_that_tell_are_trained_on(recipe, whole, tmp_path):
 
 @pytest.mark.parametrize("stop_after", [2, 3])
 def test_a_resumed_run_equals_the_uninterrupted_one(recipe, whole, tmp_path, stop_after):
-    other, events = whole
-    folder = tmp_path / "stopped"
     plan = plan_of(recipe, THIRDS, *DYNAMIC)
-    first = train(plan, folder, stop_after=stop_after)
-    rest = train(plan, folder, resume_from=folder / "checkpoints" / f"step-{stop_after:08d}")
-    assert_same_training(folder, [*first, *rest], other, events)
+    assert_resumes_to_the_same_bits(plan, tmp_path, stop_after=stop_after, undisturbed=whole)
     states = [
-        json.loads((max((of / "checkpoints").glob("step-*")) / "state.json").read_text())
-        for of in (folder, other)
+        json.loads((max((folder / "checkpoints").glob("step-*")) / "state.json").read_text())
+        for folder in (tmp_path / "stopped", whole[0])
     ]
     assert states[0]["prompts"] == states[1]["prompts"]
 

@@ -5,6 +5,7 @@ Oracles: three sampled tokens by hand, verl's sum over masked tokens, the object
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +17,13 @@ from episodes_for_tests import (
     played,
     write_episodes,
 )
-from rollouts_for_tests import STEPS, assert_same_training, completions, metrics, plan_of
+from rollouts_for_tests import (
+    STEPS,
+    assert_resumes_to_the_same_bits,
+    completions,
+    metrics,
+    plan_of,
+)
 from test_distillation import logits, models
 
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
@@ -259,13 +266,13 @@ def test_a_run_plays_and_learns_from_sampled_tokens(whole, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stop_after", [3])
 def test_a_run_goes_on_between_its_episodes_bitwise(recipe, whole, tmp_path, kind, stop_after):
-    other, events = whole[kind]
-    plan = plan_with(recipe, kind)
-    folder = tmp_path / "run"
-    first = played(plan, folder, recipe, stop_after=stop_after)
-    checkpoint = folder / "checkpoints" / f"step-{stop_after:08d}"
-    rest = played(plan, folder, recipe, resume_from=checkpoint)
-    assert_same_training(folder, [*first, *rest], other, events)
+    assert_resumes_to_the_same_bits(
+        plan_with(recipe, kind),
+        tmp_path,
+        stop_after=stop_after,
+        undisturbed=whole[kind],
+        train=partial(played, recipe=recipe),
+    )
 
 
 @pytest.mark.sampled(2)

@@ -1,6 +1,7 @@
 """Runs whose completions are episodes: resumed bitwise, the same on any ranks and slots, evaluated with their tools."""
 
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,13 @@ from episodes_for_tests import (
     played,
     write_episodes,
 )
-from rollouts_for_tests import STEPS, assert_same_training, completions, metrics, plan_of
+from rollouts_for_tests import (
+    STEPS,
+    assert_resumes_to_the_same_bits,
+    completions,
+    metrics,
+    plan_of,
+)
 
 from bloomery.core.errors import UserError
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
@@ -88,13 +95,13 @@ def test_an_answer_ends_where_its_turn_ends(recipe):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("stop_after", [2, 3, 5])
 def test_a_run_goes_on_between_its_episodes_bitwise(recipe, whole, tmp_path, stop_after):
-    other, events = whole
-    plan = plan_of(recipe, *EDITS, *GUESS)
-    folder = tmp_path / "run"
-    first = played(plan, folder, recipe, stop_after=stop_after)
-    checkpoint = max((folder / "checkpoints").glob("step-*"))
-    rest = played(plan, folder, recipe, resume_from=checkpoint)
-    assert_same_training(folder, [*first, *rest], other, events)
+    assert_resumes_to_the_same_bits(
+        plan_of(recipe, *EDITS, *GUESS),
+        tmp_path,
+        stop_after=stop_after,
+        undisturbed=whole,
+        train=partial(played, recipe=recipe),
+    )
 
 
 @pytest.mark.soak

@@ -5,21 +5,20 @@ from dataclasses import replace
 import pytest
 import torch
 from rollouts_for_tests import (
-    STEPS,
-    assert_same_training,
+    assert_resumes_to_the_same_bits,
     completions,
     metrics,
     plan_of,
     write_recipe,
+    write_teacher,
 )
 from test_distillation import logits, models
 from test_step import batch
 from torch.testing import assert_close
 
 from bloomery.core.errors import UserError
-from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.heads import DivergenceMeasure
-from bloomery.model.io.weights import fresh_decoder, model_state, write_model
+from bloomery.model.io.weights import fresh_decoder
 from bloomery.recipe.objectives import OnPolicyDistill
 from bloomery.train.objectives.build import Objective, on_policy_head
 from bloomery.train.objectives.losses import means, on_policy_loss
@@ -157,11 +156,7 @@ DISTILL = (
 def recipe(tmp_path_factory):
     """Prompts, and a teacher with the tokenizer of the dataset."""
     folder = write_recipe(tmp_path_factory.mktemp("on_policy"))
-    teacher = folder / "teacher"
-    teacher.mkdir()
-    load_tokenizer(folder / "prepared").save(teacher)
-    config = replace(plan_of(folder).model.config, num_layers=3, initializer_range=0.2)
-    write_model(model_state(fresh_decoder(config, seed=7)), config, teacher)
+    write_teacher(folder)
     return folder
 
 
@@ -197,13 +192,7 @@ CASES = {
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 def test_a_stopped_and_resumed_run_equals_the_uninterrupted_one(recipe, tmp_path, case):
-    plan = plan_with(recipe, *CASES[case])
-    whole = train(plan, tmp_path / "whole")
-    folder = tmp_path / "stopped"
-    first = train(plan, folder, stop_after=3)
-    rest = train(plan, folder, resume_from=folder / "checkpoints" / "step-00000003")
-    assert losses(whole).keys() == set(range(1, STEPS + 1))
-    assert_same_training(folder, [*first, *rest], tmp_path / "whole", whole)
+    assert_resumes_to_the_same_bits(plan_with(recipe, *CASES[case]), tmp_path)
 
 
 @pytest.mark.sampled(2)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from plans_for_tests import tiny_plan
-from rollouts_for_tests import assert_same_training, metrics, plan_of, write_recipe
+from rollouts_for_tests import assert_resumes_to_the_same_bits, metrics, plan_of, write_recipe
 from test_distillation import logits, models
 from torch.testing import assert_close
 
@@ -229,14 +229,9 @@ CASES = {
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 def test_a_stopped_and_resumed_run_equals_the_uninterrupted_one(recipe, tmp_path, case):
-    plan = plan_with(recipe, *CASES[case])
-    whole = train(plan, tmp_path / "whole")
-    folder = tmp_path / "stopped"
-    first = train(plan, folder, stop_after=3)
-    rest = train(plan, folder, resume_from=folder / "checkpoints" / "step-00000003")
-    assert_same_training(folder, [*first, *rest], tmp_path / "whole", whole)
-    assert metrics(whole)[1]["divergence"] > 0
-    assert fields(whole, "EvalDone")[-1]["metrics"]["divergence"] > 0
+    events = assert_resumes_to_the_same_bits(plan_with(recipe, *CASES[case]), tmp_path)
+    assert metrics(events)[1]["divergence"] > 0
+    assert fields(events, "EvalDone")[-1]["metrics"]["divergence"] > 0
 
 
 def test_a_model_takes_over_what_it_is_told(recipe, tmp_path):

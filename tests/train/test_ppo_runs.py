@@ -6,8 +6,7 @@ import time
 import pytest
 import torch
 from rollouts_for_tests import (
-    STEPS,
-    assert_same_training,
+    assert_resumes_to_the_same_bits,
     completions,
     metrics,
     plan_of,
@@ -63,13 +62,8 @@ CASES = {
 def test_a_stopped_and_resumed_run_equals_the_uninterrupted_one(recipe, tmp_path, case, stop_after):
     """Also where the stop is in the middle of a rollout, and the value head has been trained."""
     plan = plan_of(recipe, *CASES[case][0])
-    whole = train(plan, tmp_path / "whole")
-    folder = tmp_path / "stopped"
-    first = train(plan, folder, stop_after=stop_after)
-    rest = train(plan, folder, resume_from=folder / "checkpoints" / f"step-{stop_after:08d}")
-    assert losses(whole).keys() == set(range(1, STEPS + 1))
-    assert_same_training(folder, [*first, *rest], tmp_path / "whole", whole)
-    assert len(fields(whole, "EvalDone")) == 2
+    events = assert_resumes_to_the_same_bits(plan, tmp_path, stop_after=stop_after)
+    assert len(fields(events, "EvalDone")) == 2
 
 
 def test_the_files_of_a_run_have_what_its_advantages_are_made_of(recipe, tmp_path):

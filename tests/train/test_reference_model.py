@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from rollouts_for_tests import assert_same_training, metrics, plan_of, write_recipe
+from rollouts_for_tests import assert_resumes_to_the_same_bits, metrics, plan_of, write_recipe
 
 from bloomery.core.errors import UserError
 from bloomery.data.batch import Batch
@@ -109,14 +109,9 @@ def test_a_lora_run_and_one_without_divergence_need_no_copy(recipe):
 )
 def test_a_resumed_run_has_the_same_reference(recipe, tmp_path, edits):
     """Its checkpoint is of step 3: a reference of those weights would begin again at a divergence of 0."""
-    plan = plan_of(recipe, *edits)
-    whole = train(plan, tmp_path / "whole")
-    folder = tmp_path / "stopped"
-    first = train(plan, folder, stop_after=3)
-    rest = train(plan, folder, resume_from=folder / "checkpoints" / "step-00000003")
-    assert_same_training(folder, [*first, *rest], tmp_path / "whole", whole)
+    events = assert_resumes_to_the_same_bits(plan_of(recipe, *edits), tmp_path)
     key = "objective/kl" if "ppo" in str(edits) else "kl"
-    divergence = {step: figures.get(key) for step, figures in metrics(whole).items()}
+    divergence = {step: figures.get(key) for step, figures in metrics(events).items()}
     assert divergence[1] == pytest.approx(0.0, abs=1e-2 if "nf4" in str(edits) else 1e-6)
     assert abs(divergence[5] or divergence[6]) > 1e-6
 

@@ -4,15 +4,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rollouts_for_tests import assert_same_training, completions, metrics, plan_of, write_recipe
+from rollouts_for_tests import (
+    assert_resumes_to_the_same_bits,
+    completions,
+    metrics,
+    plan_of,
+    write_recipe,
+    write_teacher,
+)
 from test_distillation import logits, models
 from torch.testing import assert_close
 
 from bloomery.core.errors import UserError
 from bloomery.data.batch import Batch
-from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.heads import ScoreSettings
-from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.parallel.mesh import SINGLE_RANK
 from bloomery.recipe.objectives import Grpo, Rloo
 from bloomery.train.objectives.build import ObjectiveInputs, Scoring, policy
@@ -185,11 +190,7 @@ def test_a_sampled_token_estimates_the_divergence_beside_rewards():
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     folder = write_recipe(tmp_path_factory.mktemp("rewarded"))
-    teacher = folder / "teacher"
-    teacher.mkdir()
-    load_tokenizer(folder / "prepared").save(teacher)
-    config = replace(plan_of(folder).model.config, num_layers=3, initializer_range=0.2)
-    write_model(model_state(fresh_decoder(config, seed=7)), config, teacher)
+    write_teacher(folder)
     return folder
 
 
@@ -228,12 +229,7 @@ CASES = {
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 def test_a_stopped_and_resumed_run_equals_the_uninterrupted_one(recipe, tmp_path, case):
-    plan = plan_with(recipe, *CASES[case])
-    whole = train(plan, tmp_path / "whole")
-    folder = tmp_path / "stopped"
-    first = train(plan, folder, stop_after=3)
-    rest = train(plan, folder, resume_from=folder / "checkpoints" / "step-00000003")
-    assert_same_training(folder, [*first, *rest], tmp_path / "whole", whole)
+    assert_resumes_to_the_same_bits(plan_with(recipe, *CASES[case]), tmp_path)
 
 
 def test_two_ranks_train_as_one(recipe, tmp_path):

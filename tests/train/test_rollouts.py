@@ -3,7 +3,7 @@
 import pytest
 from rollouts_for_tests import (
     STEPS,
-    assert_same_training,
+    assert_resumes_to_the_same_bits,
     completions,
     metrics,
     plan_of,
@@ -31,14 +31,8 @@ CASES = {
 def test_a_stopped_and_resumed_run_equals_the_uninterrupted_one(recipe, tmp_path, case, stop_after):
     """Also where the stop is in the middle of a rollout: completions, losses and metrics bit for bit."""
     plan = plan_of(recipe, *CASES[case])
-    whole = train(plan, tmp_path / "whole")
-    folder = tmp_path / "stopped"
-    first = train(plan, folder, stop_after=stop_after)
-    checkpoint = folder / "checkpoints" / f"step-{stop_after:08d}"
-    rest = train(plan, folder, resume_from=checkpoint)
-    assert losses(whole).keys() == set(range(1, STEPS + 1))
-    assert_same_training(folder, [*first, *rest], tmp_path / "whole", whole)
-    rewards = [event["metrics"]["reward"] for event in fields(whole, "EvalDone")]
+    events = assert_resumes_to_the_same_bits(plan, tmp_path, stop_after=stop_after)
+    rewards = [event["metrics"]["reward"] for event in fields(events, "EvalDone")]
     assert len(rewards) == 2
 
 
@@ -72,13 +66,8 @@ def test_every_precision_and_adapter_resumes_and_samples_with_its_new_weights(
     edits, near = NUMBERS[name]
     # Steps large enough that the weights of the rollout before would give other probabilities.
     edits = [*edits, "objective.num_iterations=2", "optimizer.learning_rate=0.02"]
-    plan = plan_of(recipe, *edits)
-    whole = train(plan, tmp_path / "whole")
-    folder = tmp_path / "stopped"
-    first = train(plan, folder, stop_after=3)
-    rest = train(plan, folder, resume_from=folder / "checkpoints" / "step-00000003")
-    assert_same_training(folder, [*first, *rest], tmp_path / "whole", whole)
-    for step in metrics(whole).values():
+    events = assert_resumes_to_the_same_bits(plan_of(recipe, *edits), tmp_path)
+    for step in metrics(events).values():
         assert 0 < step["sampling/sampling_logp_difference/mean"] < near
         # Beside int8 weights the generator rounds the head to int8, too: rare tokens move further.
         apart = 1.25 if "int8" in name else 1.1
