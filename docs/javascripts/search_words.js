@@ -1,15 +1,31 @@
 // The theme's search reads each word as the beginning of one: "convert to gguf" finds torchtune, tokenizers and tools.
 // It reads the text of its field, which is given without these words here; what the reader sees stays as typed.
 const FILLERS = new Set(
-  ("a an and are as at be by can could do does for from get have how i if in into is it my of on or our " +
-    "should that the their there these this to was what when where which while will with you your").split(" "),
+  ("a all an and any are as at be been but by can cannot could do does don't for from had has have how i i'm if in into is it " +
+    "it's its me my need no not of on or our please should so some than that the their them then there these they this to " +
+    "use used using want was we were what when where which while why will with would you your").split(" "),
 );
+// What divides words in the index (mkdocs.yml), and what the search's own language reads: `f:` is a field, `-f` is a word
+// that no page may have. Error texts and options are pasted with them. "c++" and "'torch'" lose them at their ends.
+const DIVIDERS = /[\s\-,;:!=[\](){}`/|<>^~*+]+/;
+const ENDS = /^[^\p{L}\p{N}_]+|[^\p{L}\p{N}_]+$/gu;
 
-function withoutFillers(text) {
-  const words = text.split(/\s+/);
+function searched(typed) {
+  const phrases = typed.split(/("[^"]+")/);
+  const last = phrases.length - 1;
+  return phrases
+    .map((part, at) => (part.startsWith('"') && part.length > 1 ? part : withoutFillers(part, at === last)))
+    .filter((part) => part !== "")
+    .join(" ");
+}
+
+function withoutFillers(text, isLast) {
+  const words = text
+    .split(DIVIDERS)
+    .map((word) => word.replace(ENDS, ""))
+    .filter((word) => word !== "");
   // The last word may still be typed: "to" may become "tokenizer".
-  const kept = words.filter((word, at) => at === words.length - 1 || !FILLERS.has(word.toLowerCase()));
-  return text.includes('"') || kept.join("") === "" ? text : kept.join(" ");
+  return words.filter((word, at) => (isLast && at === words.length - 1) || !FILLERS.has(word.toLowerCase())).join(" ");
 }
 
 // A screen reader names the dialog; the theme leaves it without a name.
@@ -20,7 +36,7 @@ if (field) {
   const { get, set } = Object.getOwnPropertyDescriptor(HTMLInputElement.prototype, "value");
   Object.defineProperty(field, "value", {
     get() {
-      return withoutFillers(get.call(this));
+      return searched(get.call(this));
     },
     set(text) {
       set.call(this, text);

@@ -1,7 +1,11 @@
 """What people type into the search of the documentation is in a heading of the page that answers it."""
 
 import json
+import os
 import re
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -83,6 +87,43 @@ TYPED = {
     "how to": "to",
     'exactly "out of memory"': 'exactly "out of memory"',
     "per_device_train_batch_size": "per_device_train_batch_size",
+    "torch.cuda.is_available()": "torch.cuda.is_available",
+    "use the model in Ollama": "model Ollama",
+    "--lora-rank": "lora rank",
+    "NCCLUtils.hpp:268, unhandled error.": "NCCLUtils.hpp 268 unhandled error",
+    "ImportError: 'libamdhip64.so.6'": "ImportError libamdhip64.so.6",
+    'No module named "torch"': 'module named "torch"',
+    'an odd " quote': "odd quote",
+}
+# Typed text -> the page that answers it, one of the first three.
+RANKED = {
+    "RX 6700 XT out of memory Qwen3 4B": "how-to/amd-rx-6700-xt",
+    "CSV question answer columns": "how-to/load-a-dataset",
+    "csv": "how-to/load-a-dataset",
+    "lora_alpha": "how-to/migrate-from-axolotl",
+    "continue a run that slurm killed": "how-to/slurm",
+    "use the model in ollama": "how-to/export",
+    "why is my loss NaN": "reference/error-messages",
+    "train on two machines": "how-to/several-gpus",
+    "torch.cuda.is_available()": "reference/error-messages",
+    "torch.cuda.is_available() False ROCm": "reference/error-messages",
+    "reward function for maths answers": "how-to/rewards-without-code",
+    "train a model to use my tools": "how-to/tools-and-environments",
+    "function calling": "how-to/tool-calls-and-reasoning",
+    "CUDA error: no kernel image is available for execution on the device": "reference/error-messages",
+    "c10d/NCCLUtils.hpp:268": "reference/error-messages",
+    "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB": "how-to/out-of-memory",
+    "tokenizer.chat_template is not set": "how-to/chat-templates",
+    "RTX 4090": "how-to/which-model",
+    "gfx1031": "how-to/amd-rx-6700-xt",
+    "per_device_train_batch_size": "how-to/migrate-from-trl",
+    "train_on_responses_only": "how-to/migrate-from-unsloth",
+    "cutoff_len": "how-to/migrate-from-llamafactory",
+    "early stopping": "explanation/training",
+    "push to hub": "how-to/export",
+    "how long will training take": "how-to/plan-a-gpu",
+    "synthetic data": "how-to/generate",
+    "wandb": "how-to/logging",
 }
 
 
@@ -100,3 +141,41 @@ def test_the_search_reads_no_words_that_begin_half_of_all_words(tmp_path: Path) 
             # What the reader sees is what was typed.
             browser.value(f"{field}.select()")
             assert browser.value("getSelection().toString()") == typed
+
+
+# Types into the theme's field, as its worker hears it, and empties what was found before.
+SEARCH = """(() => {
+  document.querySelector(".md-search-result__meta").textContent = "";
+  document.querySelector(".md-search-result__list").replaceChildren();
+  const field = document.querySelector("[data-md-component=search-query]");
+  field.value = TYPED;
+  field.dispatchEvent(new KeyboardEvent("keyup"));
+})()"""
+READY = """document.querySelector(".md-search-result__meta").textContent.startsWith("Type to")"""
+ANSWERED = """document.querySelector(".md-search-result__list").children.length > 0 ||
+  document.querySelector(".md-search-result__meta").textContent.startsWith("No ")"""
+FOUND = """[...document.querySelectorAll(".md-search-result__item")].slice(0, 3)
+  .map((result) => decodeURI(new URL(result.querySelector("a").href).pathname))"""
+
+
+@pytest.mark.skipif(PROGRAM is None, reason="needs Chromium")
+@pytest.mark.skipif(find_spec("material") is None, reason="needs mkdocs: scripts/setup.py docs")
+def test_the_search_of_the_site_ranks_the_answer_among_the_first_three(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
+    first_pages = {}
+    with Browser(tmp_path / "profile") as browser:
+        browser.look(width=1200)
+        browser.open((tmp_path / "index.html").as_uri())
+        browser.press("s")
+        browser.until(READY)
+        for typed in RANKED:
+            browser.value(SEARCH.replace("TYPED", json.dumps(typed)))
+            browser.until(ANSWERED)
+            first_pages[typed] = [
+                Path(href).relative_to(tmp_path).with_suffix("").as_posix()
+                for href in browser.value(FOUND)
+            ]
+    assert {
+        typed: pages for typed, pages in first_pages.items() if RANKED[typed] not in pages
+    } == {}
