@@ -121,7 +121,6 @@ def test_an_error_of_studio_is_told_where_it_happened(monkeypatch) -> None:
         raise ValueError("no name")
 
     monkeypatch.setattr("bloomery.studio.application.machine_page", fail)
-    monkeypatch.setattr("bloomery.studio.runs_page.run_cells", refuse)
     make_run("demo")
 
     async def visit(user) -> None:
@@ -134,6 +133,7 @@ def test_an_error_of_studio_is_told_where_it_happened(monkeypatch) -> None:
         assert "<b>no sensor</b>" not in answer.text
 
         await user.open("/")
+        monkeypatch.setattr("bloomery.studio.runs_page.run_cells", refuse)
         await until(lambda: user.notify.messages)
         await asyncio.sleep(3)  # two more updates
         (message,) = user.notify.messages

@@ -31,7 +31,6 @@ from bloomery.monitor.events import (
     Warned,
     decode_json,
     fast_decode,
-    read_ends,
     read_events,
     to_json,
 )
@@ -41,7 +40,7 @@ from bloomery.view import reader_processes
 from bloomery.view.reader import RunReader
 from bloomery.view.reader_processes import ReaderProcesses
 from bloomery.view.run_view import RunView
-from bloomery.view.step_columns import StepColumns, read_groups
+from bloomery.view.step_columns import StepColumns, read_ends, read_groups
 from bloomery.view.summary import summary_of
 from runs_for_tests import made_up_run, step_done
 
@@ -63,7 +62,7 @@ def test_the_ends_of_a_long_run_give_the_figures_of_the_whole() -> None:
     path = long_run("long") / "events.jsonl"
     assert path.stat().st_size > 4 * END_BYTES
     whole = summary_of(read_events(path))
-    ends = summary_of(read_ends(path, END_BYTES))
+    ends = summary_of(read_ends(path, END_BYTES, fast_decode()))
     assert ends.step == whole.step == 2999
     assert ends.began == whole.began
     assert ends.smoothed == pytest.approx(whole.smoothed, abs=1e-6)
@@ -73,8 +72,9 @@ def test_the_ends_of_a_long_run_give_the_figures_of_the_whole() -> None:
 
 def test_the_ends_of_a_short_run_are_its_events() -> None:
     path = make_run("short") / "events.jsonl"
-    assert list(read_ends(path, END_BYTES)) == list(read_events(path))
-    assert list(read_ends(Path("absent"), END_BYTES)) == []
+    whole = summary_of(read_events(path))
+    assert summary_of(read_ends(path, END_BYTES, fast_decode())) == whole
+    assert list(read_ends(Path("absent"), END_BYTES, fast_decode())) == []
 
 
 def test_both_parsers_read_the_same_events() -> None:

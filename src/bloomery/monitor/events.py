@@ -547,17 +547,6 @@ def read_events(path: Path) -> Iterator[Event]:
     yield from Tail(path).read(is_complete=True)
 
 
-def read_ends(path: Path, most: int, decode: Decode = decode_json) -> Iterator[Event]:
-    """The events of the first and of the last `most` bytes of a long file, every event of a short one."""
-    size = path.stat().st_size if path.exists() else 0
-    if size <= 2 * most:
-        yield from Tail(path, decode=decode).read(is_complete=True)
-        return
-    yield from Tail(path, decode=decode, end=most).read()
-    # Its first line is cut, and is no event.
-    yield from Tail(path, size - most, decode).read(is_complete=True)
-
-
 @final
 class Tail:
     """Reads the new events of a growing file; an incomplete line is read once it is complete."""

@@ -50,9 +50,19 @@ def size_of(path: Path) -> int:
     if path.is_symlink() or not path.is_dir():
         return path.lstat().st_size
     total = 0
-    for inner in path.rglob("*"):
-        with suppress(FileNotFoundError):
-            total += inner.lstat().st_size if inner.is_symlink() or inner.is_file() else 0
+    folders = [os.fspath(path)]
+    while folders:
+        # What is deleted meanwhile, or may not be read, has no size.
+        with (
+            suppress(FileNotFoundError, NotADirectoryError, PermissionError),
+            os.scandir(folders.pop()) as entries,
+        ):
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+                elif entry.is_symlink() or entry.is_file():
+                    with suppress(FileNotFoundError):
+                        total += entry.stat(follow_symlinks=False).st_size
     return total
 
 

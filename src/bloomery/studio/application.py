@@ -2,6 +2,7 @@
 
 import gc
 import socket
+import threading
 from collections.abc import Callable
 from functools import partial
 
@@ -144,12 +145,17 @@ def serve_studio(
     url = url_of(host, port)
     guard = StudioGuard(application, token, hosts_of(host), port, for_notebook=for_notebook)
     config = uvicorn_config(guard, LIMITS, ws="websockets-sansio", lifespan="on")
+
+    def begin(address: str) -> None:
+        threading.Thread(target=watching.look_around, name="first-look", daemon=True).start()
+        on_ready(address)
+
     first_page = f"{url.rstrip('/')}{address}"
     answer(
         config,
         listener,
         f"{first_page}?token={token}",
-        on_ready=on_ready,
+        on_ready=begin,
         on_stop=watching.processes.close,
         opened=f"{first_page}?token={guard.new_key()}" if show else None,
     )

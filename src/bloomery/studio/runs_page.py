@@ -25,7 +25,7 @@ from bloomery.studio.frame import (
     sort_by_keyboard,
     update_every,
 )
-from bloomery.studio.watching import RunRow, Watching, address_of
+from bloomery.studio.watching import PAGE_SECONDS, RunRow, Watching, address_of
 
 UPDATE_SECONDS = 2.0
 POINTED_SECONDS = 0.05  # after which a run is read that is pointed at
@@ -169,7 +169,9 @@ def visible_columns(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 async def runs_page(watching: Watching, commands: Commands) -> None:
-    # A first look at hundreds of runs may take a second: the page does not wait for it.
+    # A first look at hundreds of runs may take a second: the page does not wait for its end.
+    reading = asyncio.create_task(asyncio.to_thread(watching.rows))
+    await asyncio.wait({reading}, timeout=PAGE_SECONDS)
     rows = [run_cells(row) for row in watching.known_rows()]
     with page("Runs", "/"):
         RunsPage(watching, commands, rows)

@@ -17,20 +17,16 @@ from bloomery.core.run_folder import every_run, is_run, is_sweep
 from bloomery.core.run_lock import worked_on
 from bloomery.core.run_notes import NOTES_FILE, read_notes
 from bloomery.core.text import harmless, redact_secrets
-from bloomery.monitor.events import (
-    Decode,
-    decode_json,
-    fast_decode,
-    read_ends,
-)
+from bloomery.monitor.events import Decode, decode_json, fast_decode
 from bloomery.plan.store import read_plan
 from bloomery.plan.types import RunPlan
 from bloomery.runs.cleaning import size_of
 from bloomery.view.curves import Points, RunCurves
 from bloomery.view.incidents import Incident, incident_of
 from bloomery.view.reader import LIVE, RunReader, status_of
-from bloomery.view.reader_processes import ReaderProcesses
+from bloomery.view.reader_processes import PIECE_BYTES, ReaderProcesses
 from bloomery.view.run_view import RunView
+from bloomery.view.step_columns import read_ends
 from bloomery.view.summary import RunSummary, status_text, summary_of
 
 END_BYTES = 2**16  # of each end of a long event file, for the list of runs
@@ -41,6 +37,9 @@ LOCKED_SECONDS = 0.03  # in which events are read before a page may look
 MFU = "MFU"  # a curve, in percent
 UNREAD = "reading"  # the status of a run before its events have been read once
 FIRST_SECONDS = 1.0  # that a page waits for a run to be read before it shows what there is
+PAGE_SECONDS = (
+    0.1  # that a browser waits for a page: it then loads the program of the page while studio reads
+)
 
 
 @dataclass(frozen=True)
@@ -286,6 +285,14 @@ class Watching:
             self._rows = rows
         return self.known_rows()
 
+    def look_around(self) -> None:
+        """Reads the list before a page asks for it, and begins the processes for runs that are long."""
+        # The page that asks next words an error.
+        with suppress(UserError, OSError):
+            self.rows()
+            if any(_is_long(folder) for folder in every_run()):
+                self.processes.begin()
+
     def known_rows(self) -> list[RunRow]:
         """The rows of the last call of `rows`, without a look at any file."""
         return [row for _, row in self._rows.values()]
@@ -331,6 +338,13 @@ class Watching:
                     self.run(self._pointed_at.pop()).update()
             finally:
                 self._reading_ahead.release()
+
+
+def _is_long(folder: Path) -> bool:
+    """Whether processes parse the events of a run."""
+    with suppress(FileNotFoundError):
+        return (folder / "events.jsonl").stat().st_size >= 2 * PIECE_BYTES
+    return False
 
 
 def _state_of(folder: Path) -> tuple[object, ...]:

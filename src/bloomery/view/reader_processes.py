@@ -44,13 +44,23 @@ class ReaderProcesses:
     """Mutable: the processes, begun when the first long file is read. Several threads may read at once."""
 
     def __init__(self) -> None:
-        count = max(1, min(MOST_PROCESSES, os.cpu_count() or 1))
-        self._waiting = 2 * count  # questions of one file
+        self._count = max(1, min(MOST_PROCESSES, os.cpu_count() or 1))
+        self._waiting = 2 * self._count  # questions of one file
         # Each thread speaks with one process.
-        self._threads = ThreadPoolExecutor(count, thread_name_prefix="event-reader")
+        self._threads = ThreadPoolExecutor(self._count, thread_name_prefix="event-reader")
         self._of_thread = threading.local()
         self._all: list[subprocess.Popen[bytes]] = []
         self._is_closed = False
+
+    def begin(self) -> None:
+        """Begins the processes before the first long file is read, which then waits for no start of Python."""
+        for _ in range(self._count):
+            self._threads.submit(self._process)
+
+    @property
+    def begun(self) -> int:
+        """How many processes have been begun so far."""
+        return len(self._all)
 
     def groups(self, tail: Tail) -> Iterator[Event | StepColumns]:
         """As `read_groups`. The first time that a file is read; from then on little is new, and read here. After
@@ -84,14 +94,20 @@ class ReaderProcesses:
             with suppress(BrokenPipeError), process:
                 process.kill()
 
+    def _process(self) -> "subprocess.Popen[bytes]":
+        """That of this thread. Raises OSError where none can be begun."""
+        process: subprocess.Popen[bytes] | None = getattr(self._of_thread, "process", None)
+        if process is None or process.poll() is not None:
+            process = self._of_thread.process = _begun()
+            self._all.append(process)
+        return process
+
     def _parse(self, path: Path, start: int, end: int) -> list[Part] | None:
         """What a process has read; None where it could not, or is gone."""
         question = json.dumps({"path": os.fspath(path.absolute()), "start": start, "end": end})
-        process: subprocess.Popen[bytes] | None = getattr(self._of_thread, "process", None)
+        process = None
         try:
-            if process is None or process.poll() is not None:
-                process = self._of_thread.process = _begin()
-                self._all.append(process)
+            process = self._process()
             assert process.stdin is not None and process.stdout is not None
             process.stdin.write(question.encode() + b"\n")
             process.stdin.flush()
@@ -102,7 +118,7 @@ class ReaderProcesses:
             return None
 
 
-def _begin() -> "subprocess.Popen[bytes]":
+def _begun() -> "subprocess.Popen[bytes]":
     return subprocess.Popen(
         python_module(__name__),
         stdin=subprocess.PIPE,

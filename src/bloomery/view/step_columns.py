@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import isnan
 from operator import itemgetter
+from pathlib import Path
 from typing import Any, final
 
 from bloomery.monitor.events import (
@@ -138,9 +139,12 @@ def together(lines: Iterable[bytes]) -> Iterator[list[bytes]]:
         yield step_lines
 
 
-def read_groups(tail: Tail) -> Iterator[Event | StepColumns]:
-    """What `tail` has not read yet. An event that no figure depends on may come before the steps around it."""
-    for lines in tail.chunks():
+def read_groups(tail: Tail, *, is_complete: bool = False) -> Iterator[Event | StepColumns]:
+    """What `tail` has not read yet. An event that no figure depends on may come before the steps around it.
+
+    `is_complete`: nothing more is written, and the text after the last newline is a line.
+    """
+    for lines in tail.chunks(is_complete=is_complete):
         for some in together(lines):
             parsed = parse_steps(some, tail.decode)
             try:
@@ -154,8 +158,19 @@ def read_groups(tail: Tail) -> Iterator[Event | StepColumns]:
                 yield columns
 
 
-def in_groups(events: Iterable[Event]) -> Iterator[Event | StepColumns]:
-    """As `read_groups`, of events that are there."""
+def read_ends(path: Path, most: int, decode: Decode) -> Iterator[Event | StepColumns]:
+    """As `read_groups` of the first and of the last `most` bytes of a long file, and of the whole of a short one."""
+    size = path.stat().st_size if path.exists() else 0
+    if size <= 2 * most:
+        yield from read_groups(Tail(path, decode=decode), is_complete=True)
+        return
+    yield from read_groups(Tail(path, decode=decode, end=most))
+    # Its first line is cut, and is no event.
+    yield from read_groups(Tail(path, size - most, decode), is_complete=True)
+
+
+def in_groups(events: Iterable[Event | StepColumns]) -> Iterator[Event | StepColumns]:
+    """As `read_groups`, of events that are there; steps that are together already stay so."""
     steps: list[StepDone] = []
     for event in events:
         if isinstance(event, StepDone):

@@ -393,7 +393,7 @@ def _usual(seconds: Sequence[float]) -> float:
     return statistics.fmean(seconds)
 
 
-def summary_of(events: Iterable[Event]) -> RunSummary:
+def summary_of(events: Iterable[Event | StepColumns]) -> RunSummary:
     """The figures after all of these events."""
     summary = RunSummary()
     for group in in_groups(events):
