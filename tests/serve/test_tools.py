@@ -13,7 +13,8 @@ from server_for_tests import LIMITS, Running, running
 from test_serve import client_of, post
 
 from bloomery.core.errors import UserError
-from bloomery.data.chat.tools import FORMS, ToolFormat, ToolParser, calls_in, tool_format
+from bloomery.data.chat.tool_forms import FORMS, ToolFormat, tool_format
+from bloomery.data.chat.tools import ToolParser, calls_in
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.infer.decode import sample_tokens
 from bloomery.infer.grammar import JsonGrammars
@@ -81,7 +82,19 @@ TYPED = {
         },
     },
 }
-HERMES, QWEN_XML, GLM, MISTRAL, MINISTRAL, LFM, OLMO, LLAMA = (forms[0] for forms in FORMS.values())
+HERMES, QWEN_XML, GLM, MISTRAL, MINISTRAL, LFM, OLMO, LLAMA = (
+    FORMS[name][0]
+    for name in (
+        "Hermes and Qwen up to 3 and Granite 4",
+        "Qwen 3.5 and Qwen3-Coder",
+        "GLM 4.5 and later",
+        "Mistral",
+        "Ministral 3",
+        "LFM 2.5",
+        "Olmo 3",
+        "Llama 3.1",
+    )
+)
 GLM_CLOSE = FORMS["GLM 4.5 and later"][1]  # without line breaks
 MARKS = ("[TOOL_CALLS]", "[ARGS]", "[INST]", "[/INST]", "<tool_call>", "</tool_call>")
 MARKS += ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
@@ -505,7 +518,7 @@ class TestTools:
             and "takes no tools" in answer["error"]["message"]
         )
         with pytest.raises(UserError, match="form that is not supported"):
-            tool_format(lambda turns, tools: f"{tools} <call>probe_tool</call>")
+            tool_format(lambda turns, tools: f"{tools} {'<call>probe_tool</call>' * (len(turns) - 1)}")
 
     # Qwen's <tool_call> is an added token, and not special
     @pytest.mark.parametrize("special", [True, False])

@@ -13,6 +13,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.progress import progress
 from bloomery.core.text import closest
 from bloomery.core.units import counted
+from bloomery.data.chat.channels import Channels, channels_of
 from bloomery.data.chat.render import chat_format
 from bloomery.data.chat.thoughts import (
     ThoughtFormat,
@@ -181,7 +182,7 @@ class Asker:
         encode: Callable[[Sequence[Message]], list[int]] | None,
         stops: tuple[str, ...],
         stop_ids: tuple[int, ...],
-        thoughts: ThoughtFormat | None = None,
+        thoughts: ThoughtFormat | Channels | None = None,
     ) -> None:
         """`thoughts`: how the chat template marks them."""
         self.thoughts = thoughts
@@ -263,7 +264,8 @@ def asking(
     if settings.template is None and not own_templates(tokenizer.config):
         fix = "remove --chat, or add --template chatml"
         raise UserError("this model has no chat template", where="--chat", fix=fix, code=2)
-    thoughts = thought_format(find_template(settings.template, tokenizer.config).text)
+    template = find_template(settings.template, tokenizer.config).text
+    thoughts = channels_of(template) or thought_format(template)
     with chat_format(tokenizer, settings.template) as form:
         asker = Asker(
             tokenizer,

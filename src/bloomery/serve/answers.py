@@ -6,7 +6,8 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol, final
 
-from bloomery.data.chat.tools import Delta
+from bloomery.data.chat.channels import ChannelParser
+from bloomery.data.chat.deltas import Delta
 from bloomery.infer.text import TextStream
 from bloomery.serve.engine import Chance, End, Piece
 from bloomery.serve.limits import Refused
@@ -95,7 +96,7 @@ class ChatShape:
         head = {**self.head, "object": "chat.completion.chunk"}
         num_tokens = 0
         started = set[int]()
-        parsers = dict[int, AnswerParser]()
+        parsers = dict[int, AnswerParser | ChannelParser]()
         async for index, event in events:
             parser = parsers.setdefault(index, self.form.parser())
             reason: str | None = None

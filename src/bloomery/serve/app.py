@@ -307,7 +307,7 @@ class Server:
         # The end of the prompt shows whether the answer begins within a thought.
         end = model.tokenizer.decode(ids[-PROMPT_END:])
         thoughts = model.thoughts
-        if thoughts is not None and has_thought(end, thoughts):
+        if has_thought(end, thoughts):
             thoughts = None
         form = AnswerForm(tools, thoughts, is_thinking(end, thoughts), offered)
         schema = schema_of(params)
@@ -318,7 +318,7 @@ class Server:
                 params.must_call,
                 params.may_call_again,
                 schema,
-                None if thoughts is None else (thoughts.opening, thoughts.closing),
+                thoughts,
                 form.inside,
             )
         return Conversation(model, adapter, ids, form, rules)
@@ -368,6 +368,8 @@ class Server:
         assert model.form is not None
         rules = conversation.rules
         ends = (*model.form.stop_ids, *model.ends)
+        if conversation.form.offered:
+            ends = (*ends, *model.call_ends)
         texts = model.form.stop_strings
         grammar = None
         if rules is not None:

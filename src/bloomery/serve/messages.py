@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, final
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from bloomery.data.chat.tools import Delta
+from bloomery.data.chat.deltas import Delta
 from bloomery.serve.answers import Events, failed
 from bloomery.serve.engine import End, Piece
 from bloomery.serve.guard import anthropic_error

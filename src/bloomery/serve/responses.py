@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, final
 
 from pydantic import BaseModel, BeforeValidator, Field
 
-from bloomery.data.chat.tools import Delta
+from bloomery.data.chat.deltas import Delta
 from bloomery.serve.answers import Events, chat_chance, failed
 from bloomery.serve.engine import Chance, End, Piece
 from bloomery.serve.limits import Refused

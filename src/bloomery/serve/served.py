@@ -13,10 +13,11 @@ from torch import Tensor
 
 from bloomery.core.device import sent
 from bloomery.core.errors import UserError
+from bloomery.data.chat.channels import Channels, channels_of
 from bloomery.data.chat.render import ChatFormat, chat_format
 from bloomery.data.chat.thoughts import ThoughtFormat, thought_format
 from bloomery.data.chat.tool_arguments import Json
-from bloomery.data.chat.tools import ToolFormat, tool_format
+from bloomery.data.chat.tool_forms import ToolFormat, call_ends, tool_format
 from bloomery.data.examples import Message
 from bloomery.data.pictures.encoder import PictureEncoder, VisionSource
 from bloomery.data.pictures.processor import PictureProcessor
@@ -111,7 +112,8 @@ class Served:
     @property
     def grammar_ends(self) -> tuple[int, ...]:
         """The tokens with which a grammar may end: the model's own, and those of its chat template."""
-        return known_ids(*self.ends, *(() if self.form is None else self.form.stop_ids))
+        of_template = () if self.form is None else self.form.stop_ids
+        return known_ids(*self.ends, *of_template, *self.call_ends)
 
     def json_text(self, schema: Json) -> JsonText:
         """What keeps a text to JSON of the schema. Raises UserError. For the thread of grammars."""
@@ -132,9 +134,21 @@ class Served:
             return tool_format(self.form.render)
 
     @cached_property
-    def thoughts(self) -> ThoughtFormat | None:
+    def call_ends(self) -> tuple[int, ...]:
+        """The token that the chat template writes behind a call, where it is none that ends other answers."""
+        if self.form is None or self.form.render is None:
+            return ()
+        try:
+            form = self.tools
+        except UserError:  # without tools
+            return ()
+        with self._rendering["short"]:
+            return call_ends(self.form.render, form, self.tokenizer)
+
+    @cached_property
+    def thoughts(self) -> ThoughtFormat | Channels | None:
         """How the chat template marks a thought; None where it has none."""
-        return thought_format(self.template)
+        return channels_of(self.template) or thought_format(self.template)
 
     def spelled(self, token: int) -> bytes:
         """The bytes of text that a token stands for, which may be a part of a character."""

@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
+from bloomery.data.chat.channels import ChannelParser, Channels
+from bloomery.data.chat.deltas import Delta
 from bloomery.data.chat.thoughts import ThoughtFormat
 from bloomery.data.chat.tool_arguments import Json, held
-from bloomery.data.chat.tools import Delta, ToolFormat, ToolParser
+from bloomery.data.chat.tool_forms import ToolFormat
+from bloomery.data.chat.tools import ToolParser
 
 
 @final
@@ -123,11 +126,13 @@ class AnswerForm:
     """
 
     tools: ToolFormat | None = None
-    thoughts: ThoughtFormat | None = None
+    thoughts: ThoughtFormat | Channels | None = None
     inside: bool = False
     offered: Sequence[Json] = ()
 
-    def parser(self) -> AnswerParser:
+    def parser(self) -> AnswerParser | ChannelParser:
+        if isinstance(self.thoughts, Channels):
+            return ChannelParser(self.thoughts)
         return AnswerParser(self.tools, self.thoughts, inside=self.inside, offered=self.offered)
 
 

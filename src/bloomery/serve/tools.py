@@ -9,10 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
+from bloomery.core.errors import UserError
+from bloomery.data.chat.channels import Channels
+from bloomery.data.chat.thoughts import ThoughtFormat
 from bloomery.data.chat.tool_arguments import Json, Parameters, kinds_of, value_text
-from bloomery.data.chat.tools import ToolFormat
+from bloomery.data.chat.tool_forms import ID, ToolFormat
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.infer.grammar_trials import unsupported_schema
+from bloomery.serve.bare_arguments import BareRules
 
 # Between keys and items models write what json.dumps does; free white space is where small ones never end.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -25,7 +29,7 @@ _OF_ANY_TEXT = {"type", "title", "description", "default", "examples", "anyOf"}
 class AnswerRules:
     """What an answer may be: calls of `tools`, JSON of `schema`, or without a schema any text.
 
-    `required`: a call and nothing else; `parallel`: or several. `thought`: markup of a thought before it, whose
+    `required`: a call and nothing else; `parallel`: or several. `thought`: how a thought before it is marked, whose
     beginning the prompt may have (`inside`); None: there is none.
     """
 
@@ -33,7 +37,7 @@ class AnswerRules:
     required: bool = False
     parallel: bool = False
     schema: Json | None = None
-    thought: tuple[str, str] | None = None
+    thought: ThoughtFormat | Channels | None = None
     inside: bool = False
 
 
@@ -41,6 +45,8 @@ def answer_grammar(
     rules: AnswerRules, form: ToolFormat | None, tokenizer: Tokenizer, ends: Sequence[int]
 ) -> str:
     """In llguidance's Lark. `form`: how calls are written; `ends`: tokens that end a text, which no thought holds."""
+    if isinstance(rules.thought, Channels):
+        return _channel_grammar(rules, rules.thought, tokenizer, ends)
     lines = ["%llguidance {}"]
     if rules.schema is not None:
         lines.append(f"answer: %json {json.dumps({**rules.schema, 'x-guidance': _SPACING})}")
@@ -57,7 +63,8 @@ def answer_grammar(
     lines.append("body: " + " | ".join(choices))
     if rules.thought is None:
         return "\n".join([*lines, "start: body"])
-    opening, closing = (_marker(mark, tokenizer) for mark in rules.thought)
+    opening = _marker(rules.thought.opening, tokenizer)
+    closing = _marker(rules.thought.closing, tokenizer)
     lines.append(_text_up_to("thought", closing, ends))
     begin = "thought space" if rules.inside else f"({opening} thought space)?"
     return "\n".join([*lines, "space: /[ \\n]{0,4}/", f"start: {begin} body"])
@@ -78,25 +85,82 @@ def _call_rules(
         rule = f"arguments_{number}"
         if form.parameters is None:
             lines.append(f"{rule}: %json {_object(schema, guidance)}")
+        elif form.parameters.has_bare_names:
+            quote = _marker(form.parameters.quote, tokenizer)
+            lines += BareRules(rule, schema, strict=strict, quote=quote, text="bare_text").lines
         else:
             lines += _ParameterRules(
                 form.parameters, schema, guidance, strict, tokenizer, ends
             ).lines(rule)
-        before, after, end = (_markup(mark, tokenizer) for mark in (*form.name, form.end))
+        before, end = (_markup(mark, tokenizer) for mark in (form.name[0], form.end))
+        after = f" /{form.id_letters}/ ".join(
+            _markup(mark, tokenizer) for mark in form.name[1].split(ID)
+        )
         lines.append(f"call_{number}: {before} {json.dumps(function['name'])} {after} {rule} {end}")
+    if form.parameters is not None and form.parameters.has_bare_names:
+        quote = _marker(form.parameters.quote, tokenizer)
+        lines.append(_text_up_to("bare_text", quote, ends))
     lines.append("call: " + " | ".join(f"call_{number}" for number in range(len(rules.tools))))
     lead = _markup(form.before, tokenizer)
     end = _markup(form.closing, tokenizer)
     between = _markup(form.between, tokenizer)
-    if not form.opening:
-        return [*lines, "calls: call"]
     if form.several:
         further = f" ({between} call)*" if rules.parallel else ""
         calls = f"{lead} call{further} {end}"
+    elif not form.opening:
+        calls = "call"
     else:
         further = f" ({between} {opening} {lead} call {end})*" if rules.parallel else ""
         calls = f"{lead} call {end}{further}"
+    if not form.opening:
+        return [*lines, f"calls: {calls}"]
     return [*lines, f"calls: {opening} {calls}", f"begun: {calls}"]
+
+
+def _channel_grammar(
+    rules: AnswerRules, channels: Channels, tokenizer: Tokenizer, ends: Sequence[int]
+) -> str:
+    """An answer of messages: thoughts and text for the user, then a call or the final text."""
+    marks = (channels.start, channels.channel, channels.message, channels.ends[0])
+    ids = [tokenizer.id_of(mark) for mark in (*marks, channels.constrain, *channels.ends)]
+    if None in ids:
+        mark = next(mark for mark in marks if tokenizer.id_of(mark) is None)
+        raise UserError(
+            f"the tokenizer has no token {mark}, which the chat template writes",
+            where="the tokenizer",
+            fix="use the tokenizer of the model that the chat template belongs to",
+        )
+    start, channel, message, end = (f"<[{tokenizer.id_of(mark)}]>" for mark in marks)
+    constrain = f"<[{tokenizer.id_of(channels.constrain)}]>"
+    excluded = ",".join(map(str, sorted({*ends, *(id_ for id_ in ids if id_ is not None)})))
+    lines = [
+        "%llguidance {}",
+        f"text: <[^{excluded}]>*",
+        f'thought: {channel} "{channels.thought}" {message} text',
+        f'remark: {channel} "commentary" {message} text',
+        f'again: {end} {start} "assistant"',
+    ]
+    final = "text"
+    if rules.schema is not None:
+        final = f"%json {json.dumps({**rules.schema, 'x-guidance': _SPACING})}"
+    lines += [f"answer: {final}", f'final: {channel} "final" {message} answer']
+
+    # The recipient of a call stands in front of the channel, or in it, where models write it.
+    content = f'(" " {constrain}? "json")?'
+    for number, tool in enumerate(rules.tools):
+        function = tool["function"]
+        schema = function.get("parameters") or {"additionalProperties": False}
+        guidance = _SPACING if function.get("strict") else {**_SPACING, "lenient": True}
+        name = json.dumps(f" to={channels.namespace}{function['name']}")
+        lines.append(f"arguments_{number}: %json {_object(schema, guidance)}")
+        lines.append(
+            f'call_{number}: ({name} {channel} "commentary" | {channel} "commentary" {name})'
+            f" {content} {message} arguments_{number}"
+        )
+    calls = [f"call_{number}" for number in range(len(rules.tools))]
+    before = "(thought again)?" if rules.required or rules.schema else "((thought | remark) again)*"
+    choices = calls if rules.required else ["final", *calls]
+    return "\n".join([*lines, f"start: {before} ({' | '.join(choices)})"])
 
 
 @final
@@ -195,7 +259,7 @@ def _object(schema: Json, guidance: Json) -> str:
 def _free_text(form: ToolFormat, opening: str) -> str:
     """Free text may hold every token but the one that opens a call."""
     if not form.opening:
-        return "start: TEXT? | calls\nTEXT: /[^{](.|\\n)*/"
+        return f"start: TEXT? | calls\nTEXT: /[^\\{form.begins}](.|\\n)*/"
     if opening.startswith("<["):
         return f"start: text | text calls\ntext: <[^{opening[2:-2]}]>*"
     return f"start: TEXT | head begun\nhead[lazy]: /(.|\\n)*/ {opening}\nTEXT: /(.|\\n)*/"
@@ -211,7 +275,7 @@ def _text_up_to(rule: str, closing: str, ends: Sequence[int]) -> str:
 
 def _markup(text: str, tokenizer: Tokenizer) -> str:
     """A text in which marks such as `[ARGS]` may be tokens."""
-    pieces = re.split(r"(</?\w+>|<[|｜][^<>]*[|｜]>|\[[A-Z_]+\])", text)
+    pieces = re.split(r"(</?[\w:]+>|<\|?\w+\|?>|<[|｜][^<>]*[|｜]>|\[[A-Z_]+\])", text)
     parts = [
         _marker(piece, tokenizer) if place % 2 else json.dumps(piece)
         for place, piece in enumerate(pieces)

@@ -150,8 +150,12 @@ def _with_mark(turn: Turn, index: int, plane: int, both_edges: bool) -> Turn:
     if turn.get("tool_calls"):
         *earlier_calls, last_call = turn["tool_calls"]
         function = last_call["function"]
-        marked_function = {**function, "name": function["name"] + chr(first_mark + _CALL)}
-        marked_call = {**last_call, "function": marked_function}
+        name = function["name"]
+        marked_name = name + chr(first_mark + _CALL)
+        marked_call = {**last_call, "function": {**function, "name": marked_name}}
+        # Kimi's templates write the id of a call, which names the function, and nothing else of it.
+        if name in (call_id := last_call.get("id") or ""):
+            marked_call["id"] = call_id.replace(name, marked_name)
         marked_turn["tool_calls"] = [*earlier_calls, marked_call]
     return marked_turn
 
@@ -232,9 +236,11 @@ class RenderedConversation:
         return start, len(self.text)
 
     def _has_end(self, template_text: str) -> bool:
-        """Whether the template's text behind a turn has a special token that may end it: not a tag that closes."""
-        tokens = (match[0] for match in self.enders.finditer(template_text))
-        return any(token == "</s>" or not token.startswith("</") for token in tokens)
+        """Whether the template's text behind a turn ends with a special token: not with a tag that closes, such as that
+        of a call.
+        """
+        tokens = [match[0] for match in self.enders.finditer(template_text)]
+        return bool(tokens) and (tokens[-1] == "</s>" or not tokens[-1].startswith("</"))
 
     def _stop_at(self, continuation: str, cut: int) -> int:
         """The end of the special token that follows a turn without an end of its own; `cut` where there is none.

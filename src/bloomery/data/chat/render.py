@@ -390,6 +390,10 @@ class Renderer:
         """The first turns, all turns with the header of an answer, and where the first ones end in theirs."""
         before: str = self._answered(turns[:num_before], tools, prompt=False)["text"]
         whole: str = self._answered(turns, tools, prompt=True)["text"]
+        if whole.startswith(before) and whole[len(before) :].lstrip().startswith(end):
+            # The header of the results ends the answer, as with GLM.
+            space = len(whole[len(before) :]) - len(whole[len(before) :].lstrip())
+            before = whole[: len(before) + space + len(end)]
         return before, whole, before.rfind(end) + len(end)
 
     def rendered(self, messages: Iterable[Message], tools: tuple[Json, ...] = ()) -> str:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import final
 
+from bloomery.data.chat.channels import Channels, spoken_in
+
 
 @final
 @dataclass(frozen=True)
@@ -28,20 +30,24 @@ def thought_format(template: str) -> ThoughtFormat | None:
     return next((form for form in FORMATS if form.closing in template), None)
 
 
-def is_thinking(prompt: str, form: ThoughtFormat | None) -> bool:
+def is_thinking(prompt: str, form: ThoughtFormat | Channels | None) -> bool:
     """Whether a prompt ends inside a thought, which the template has begun."""
-    return form is not None and prompt.rstrip().endswith(form.opening)
+    return isinstance(form, ThoughtFormat) and prompt.rstrip().endswith(form.opening)
 
 
-def has_thought(prompt: str, form: ThoughtFormat) -> bool:
+def has_thought(prompt: str, form: ThoughtFormat | Channels | None) -> bool:
     """Whether a prompt ends with a thought, such as an empty one of a template that is told not to think."""
-    return prompt.rstrip().endswith(form.closing)
+    return isinstance(form, ThoughtFormat) and prompt.rstrip().endswith(form.closing)
 
 
-def without_thought(answer: str, form: ThoughtFormat | None, *, inside: bool) -> str | None:
+def without_thought(
+    answer: str, form: ThoughtFormat | Channels | None, *, inside: bool
+) -> str | None:
     """The answer behind its thought; None where the thought has no end. `inside`: the prompt has begun it."""
     if form is None:
         return answer
+    if isinstance(form, Channels):
+        return spoken_in(answer, form)
     begins = inside or answer.lstrip().startswith(form.opening)
     if not begins:
         return answer

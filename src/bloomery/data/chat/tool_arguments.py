@@ -39,9 +39,25 @@ class Parameters:
         )
 
     def _value(self, value: object) -> str:
+        if self.has_bare_names:
+            return self._bare(value)
         if self.quote != "'" or not isinstance(value, str):
             return json.dumps(value, ensure_ascii=False) if self.quote else value_text(value)
         return "'" + json.dumps(value, ensure_ascii=False)[1:-1].replace("'", "\\'") + "'"
+
+    @property
+    def has_bare_names(self) -> bool:
+        """Whether strings stand between marks of their own, and names of objects without any."""
+        return self.quote not in ("", "'", '"')
+
+    def _bare(self, value: object) -> str:
+        if isinstance(value, str):
+            return self.quote + value + self.quote
+        if isinstance(value, Mapping):
+            return "{" + ",".join(f"{key}:{self._bare(item)}" for key, item in value.items()) + "}"
+        if isinstance(value, list):
+            return "[" + ",".join(map(self._bare, value)) + "]"
+        return json.dumps(value)
 
 
 def value_text(value: object) -> str:
@@ -278,6 +294,68 @@ class KeywordArguments:
             return _PYTHON.get(token, token)
 
         return "{" + self._TOKEN.sub(as_json, "".join(self._pieces) + text)
+
+
+@final
+class BareArguments:
+    """Arguments between braces, with bare names and with strings between two marks `quote`: `n:1,text:<|"|>a<|"|>`.
+
+    A string holds every letter as it is. What no JSON can be made of stays as it is written.
+    """
+
+    def __init__(self, quote: str) -> None:
+        self._quote = quote
+        self._text = ""
+        self._place = 0  # up to which the text was read
+        self._depth = 0
+        self._is_quoted = False
+
+    def read(self, text: str) -> tuple[str, str, bool]:
+        self._text += text
+        while self._place < len(self._text):
+            if self._is_quoted:
+                end = self._text.find(self._quote, self._place)
+                if end < 0:
+                    return "", "", False
+                self._place = end + len(self._quote)
+                self._is_quoted = False
+                continue
+            rest = self._text[self._place : self._place + len(self._quote)]
+            if rest == self._quote:
+                self._is_quoted = True
+                self._place += len(self._quote)
+                continue
+            if self._quote.startswith(rest):  # it may be a mark when more is written
+                return "", "", False
+            letter = rest[0]
+            if letter == "}" and not self._depth:
+                arguments = self.ends_with("", self._text[: self._place])
+                return arguments + "}", self._text[self._place + 1 :], True
+            self._depth += (letter in "{[") - (letter in "}]")
+            self._place += 1
+        return "", "", False
+
+    def ends_with(self, text: str, whole: str | None = None) -> str:
+        pieces = (self._text + text if whole is None else whole).split(self._quote)
+        # Every second piece is a string; one without an end is none.
+        written = "{"
+        for number, piece in enumerate(pieces):
+            if number % 2 == 0:
+                written += self._without_bare_names(piece)
+            elif number < len(pieces) - 1:
+                written += json.dumps(piece, ensure_ascii=False)
+            else:
+                written += self._quote + piece
+        return written
+
+    def _without_bare_names(self, text: str) -> str:
+        """Names in front of a colon get quotes, and values of Python become those of JSON."""
+
+        def as_json(match: re.Match[str]) -> str:
+            return f"{match[1]}{json.dumps(match[2], ensure_ascii=False)}:"
+
+        named = re.sub(r"((?:^|[{,])\s*)([^\s{}\[\],:\"]+)\s*:", as_json, text)
+        return re.sub(r"\b(?:True|False|None)\b", lambda match: _PYTHON[match[0]], named)
 
 
 def _without_single_quotes(match: re.Match[str]) -> str:

@@ -9,7 +9,8 @@ from typing import Any, final
 
 from bloomery.data.chat.render import Renderer
 from bloomery.data.chat.tool_arguments import Json
-from bloomery.data.chat.tools import ToolCall, calls_in, tool_format
+from bloomery.data.chat.tool_forms import call_ends, tool_format
+from bloomery.data.chat.tools import ToolCall, calls_in
 from bloomery.data.examples import Message
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 
@@ -25,7 +26,11 @@ class Turns:
         self._tokenizer = tokenizer
         self._tools = tuple(tools)
         self._form = tool_format(renderer.rendered) if tools else None
-        self._ends: dict[int, bool] = {}
+        # What ends an answer that calls a tool may end no other: gpt-oss has a token for it, GLM the result's header.
+        self.call_ends = (
+            () if self._form is None else call_ends(renderer.rendered, self._form, tokenizer)
+        )
+        self._ends = dict.fromkeys(self.call_ends, True)
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """The ids of a conversation up to the header of the answer, with the tools. Raises UserError."""

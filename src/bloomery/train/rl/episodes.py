@@ -24,7 +24,7 @@ from bloomery.data.order import uniform_numbers
 from bloomery.data.prompts import Prompt
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.infer.completions import Completion, Episode, sample_completions
-from bloomery.infer.sampling import Sampling
+from bloomery.infer.sampling import Sampling, known_ids
 from bloomery.model.decoder import Decoder
 from bloomery.plan.types import EpisodesPlan
 from bloomery.train.rl.tools import RecordedCalls, ToolResult, Tools
@@ -119,6 +119,7 @@ class EpisodeSampler:
         `sampling.max_new_tokens`: of an episode, given tokens included. Raises NotFinite, UserError and Stopped.
         """
         assert self._turns is not None, "used as a context"
+        sampling = replace(sampling, stop_ids=known_ids(*sampling.stop_ids, *self._turns.call_ends))
         ends = [token for token in sampling.stop_ids if self._turns.ends_turn(token)]
         if not ends:
             raise UserError(
