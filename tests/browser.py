@@ -244,10 +244,13 @@ class Browser:
 
     def give(self, element: str, kind: str, **pictures: bytes) -> None:
         """An event of this kind (drop, dragover, paste) with PNG files, on an element."""
-        files = [
-            [f"{name}.png", base64.b64encode(content).decode()]
-            for name, content in pictures.items()
-        ]
+        self.give_files(
+            element, kind, {f"{name}.png": content for name, content in pictures.items()}
+        )
+
+    def give_files(self, element: str, kind: str, contents: dict[str, bytes]) -> None:
+        """An event of this kind with files, by name, on an element."""
+        files = [[name, base64.b64encode(content).decode()] for name, content in contents.items()]
         self.value(f"{GIVE}({element}, {json.dumps(kind)}, {json.dumps(files)})")
 
     def overflow(self) -> list[str]:

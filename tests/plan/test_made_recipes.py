@@ -73,6 +73,19 @@ def test_a_table_with_two_texts_is_asked_about(tmp_path):
     assert "kind: pretrain" in made_recipe(MODEL, path, ["data.columns={text: agent_text}"]).text
 
 
+def test_the_first_row_may_have_empty_cells(tmp_path):
+    rows = [
+        "No;When;Question asked;Our words;Rating",
+        "1;2026-11-01;;;5",
+        "2;2026-11-02;Is it hot?;Yes.;n/a",
+    ]
+    path = tmp_path / "faq.csv"
+    path.write_text("\n".join(rows * 1) + "\n")
+    with pytest.raises(UserError) as caught:
+        made_recipe(MODEL, str(path))
+    assert "'{instruction: Question asked, output: Our words}'" in caught.value.fix
+
+
 def test_columns_that_nothing_reads_are_noted_for_every_format(tmp_path):
     for row, objective, note in (
         ({"messages": [{**TALK[0], "mood": "x"}, TALK[1]]}, "sft", ["in turns: mood"]),

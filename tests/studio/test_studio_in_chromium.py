@@ -248,7 +248,7 @@ def test_what_opens_on_a_page_fits_and_has_no_serious_fault(
     shows(browser, "no such file or folder")
     check("error")
     fill(browser, "Dataset", "odd.csv")
-    shows(browser, "These are likeliest")
+    shows(browser, "Which one is which?")
     check("columns")
     click(browser, "Use these columns")
     shows(browser, "bloomery train gpt2-lora.yaml")
@@ -261,4 +261,44 @@ def test_what_opens_on_a_page_fits_and_has_no_serious_fault(
     browser.until("!!document.querySelector('.cm-content')")
     check("YAML")
     assert not faults, "\n".join(faults)
+    assert browser.problems == []
+
+
+def test_a_file_is_dropped_a_model_chosen_by_keys_and_a_reload_loses_nothing(
+    browser: Browser, studio: str, folder: Path
+) -> None:
+    browser.open(f"{studio}new")
+    card = "document.querySelector('[data-drop]')"
+    browser.until(f"!!{card}", PATIENCE)
+    chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    dropped = {"my chats.jsonl": f"{json.dumps(chat)}\n".encode() * 30}
+    browser.give_files(card, "dragenter", dropped)
+    browser.until(f"{card}.hasAttribute('data-dropping')")
+    browser.give_files(card, "drop", dropped)
+    shows(browser, "30 conversations, JSONL")
+    assert not browser.value(f"{card}.hasAttribute('data-dropping')")
+    assert (folder / "my-chats.jsonl").read_bytes() == dropped["my chats.jsonl"]
+
+    # Arrow keys go into the list and out of it; a letter goes on typing.
+    field = "document.querySelector('[aria-label=Model]')"
+    browser.click(field)
+    shows(browser, "Packaged recipes")
+    browser.press("ArrowDown")
+    browser.until("document.activeElement.classList.contains('picker-row')")
+    browser.press("ArrowUp")
+    browser.until(f"document.activeElement === {field}")
+    browser.write("qwen2.5-0.5b-lora")
+    browser.until("document.querySelectorAll('.picker-row').length === 1", PATIENCE)
+    browser.press("ArrowDown", "Enter")
+    shows(browser, "packaged recipe")
+    shows(browser, "bloomery train")
+    browser.until("location.search.includes('data=my-chats.jsonl')", PATIENCE)
+    browser.open(browser.value("location.href"))
+    browser.until(f"{field}?.value === 'qwen2.5-0.5b-lora'", PATIENCE)
+    shows(browser, "bloomery train")
+
+    # The back button, too.
+    browser.open(f"{studio}machine")
+    browser.value("history.back()")
+    browser.until(f"{field}?.value === 'qwen2.5-0.5b-lora'", PATIENCE)
     assert browser.problems == []

@@ -52,8 +52,8 @@ def add_pages(watching: Watching, commands: Commands) -> None:
     async def run_of_a_sweep(sweep: str, name: str) -> None:
         await run_page(watching, commands, f"{sweep}/{name}")
 
-    async def new_run(run: str = "") -> None:
-        await new_run_page(watching, commands, run)
+    async def new_run(request: Request) -> None:
+        await new_run_page(watching, commands, request.query_params)
 
     async def compare(runs: str = "", over: str = "", sweep: str = "") -> None:
         await compare_page(watching, commands, runs, over, sweep)

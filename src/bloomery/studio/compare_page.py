@@ -21,8 +21,8 @@ from bloomery.monitor.words import number_format_of, with_interval
 from bloomery.recipe.load import load_recipe
 from bloomery.studio.charts import LineChart, color_of, dash_of
 from bloomery.studio.commands import Commands
-from bloomery.studio.components import button, card, choice, heading, note, sentence, text
-from bloomery.studio.frame import CommandView, notify, page, update_every
+from bloomery.studio.components import button, card, choice, heading, note, sentence, text, toolbar
+from bloomery.studio.frame import CommandView, notify, page, starting_page, update_every
 from bloomery.studio.parallel_axes import Line, parallel_axes
 from bloomery.studio.run_charts import charts_of, evaluations_of
 from bloomery.studio.sweep_section import SweepSection, about, name_of
@@ -99,6 +99,9 @@ async def compare_page(
     folder = None
     if sweep:
         folder, asked, problems = await asyncio.to_thread(_sweep_of, sweep)
+        if folder is None and commands.of(sweep) is not None:
+            starting_page(commands, sweep, lambda: _sweep_of(sweep)[0] is not None)
+            return
     runs = list[OpenRun]()
     for name in asked[:MOST_RUNS]:
         try:
@@ -116,8 +119,17 @@ async def compare_page(
         _show_choice(watching, runs, axis, folder)
         section = None
         if folder is not None:
+            command = CommandView(commands, sweep)
             section = SweepSection(folder)
-            update_every(UPDATE_SECONDS, section.update)
+
+            async def update() -> None:
+                command.update()
+                await section.update()
+                # A run that has begun gets its curves.
+                if len(runs) < min(MOST_RUNS, section.num_runs):
+                    ui.navigate.reload()
+
+            update_every(UPDATE_SECONDS, update)
             ui.timer(0, section.update, once=True)
         if not runs:
             for problem in problems:
@@ -156,13 +168,14 @@ async def _show_start(problems: Sequence[str]) -> None:
         with card("Nothing is compared yet"):
             sentence("Choose runs above, or mark them in the list of runs and press Compare.")
             sentence(
-                "`bloomery sweep RECIPE optimizer.learning_rate=1e-4,3e-4` trains one recipe with several settings, "
-                "and opens here.",
+                "To compare settings, type several values into a field of New run, such as 1e-4, 3e-4: a run trains "
+                "with each, and they are ranked here. In a terminal: bloomery sweep.",
                 "muted",
                 small=True,
             )
-            with ui.row():
+            with toolbar():
                 button("Runs", lambda: ui.navigate.to("/"))
+                button("New run", lambda: ui.navigate.to("/new"))
 
 
 def _opener(name: str) -> Callable[[], None]:

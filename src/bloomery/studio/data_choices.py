@@ -1,9 +1,9 @@
 """The datasets that a new run may train on: what files and folders here hold, and for what. Does not import torch."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -15,11 +15,12 @@ from bloomery.core.units import counted, two_digits
 from bloomery.data.sources.documents import ReadStats, open_dataset, peek
 from bloomery.data.sources.files import DATA, TABLES, TEXT, list_files, suffix_of
 from bloomery.data.sources.formats import RequiredFormat
-from bloomery.data.sources.questions import likely_sides, two_texts_fix
-from bloomery.data.sources.readers import Value, read_values
+from bloomery.data.sources.questions import describes_row, likely_pair, likely_sides
+from bloomery.data.sources.sampled_cells import SAMPLED_ROWS, first_rows, longest_cells
 from bloomery.plan.dataset_size import sample_rows
 from bloomery.recipe.schema import Source
 
+SHOWN_ROWS = 3  # of a table whose columns are to be chosen
 MOST_ENTRIES = 60  # files and folders of the working folder that are offered
 COUNTED_BYTES = 2**26  # of a JSON Lines file whose rows are counted, not estimated
 MODEL_FILES = ("config.json", "adapter_config.json")
@@ -67,8 +68,6 @@ PURPOSES = (
     Purpose("rewards", "Rewards", "a function scores its answers (GRPO)", "grpo", "prompts"),
     Purpose("text", "Plain text", "every token (continued pretraining)", "pretrain", "any"),
 )
-# Those that two columns of text may be for, whatever their names are.
-ASKED_PURPOSES = ("instructions", "text")
 PURPOSE = {purpose.name: purpose for purpose in PURPOSES}
 # What rows of a format are called, of one and of several.
 NOUNS = {
@@ -93,8 +92,10 @@ _LACKS = {
 @dataclass(frozen=True)
 class DataFacts:
     """What a dataset holds. `about`: "400 conversations, JSONL". `lacks`: why it is not for a purpose, by its name; it
-    is for those that are missing. `columns`: of its first row, and `texts` those of text. `sides`: the likeliest prompt
-    and response, where no column has a usual name. `problem`, `fix`: why no rows can be read as they are.
+    is for those that are missing. `columns`: of its first rows, and `texts` those of text. `asked`: the purposes for
+    which columns must be chosen, as none of them has a usual name for it, each with its roles and their likeliest
+    columns; `likeliest` is the first to ask for. `rows`: the first ones, where columns must be chosen. `problem`,
+    `fix`: why no rows can be read as they are.
     """
 
     path: str
@@ -104,9 +105,15 @@ class DataFacts:
     lacks: Mapping[str, str] = field(default_factory=dict)
     columns: tuple[str, ...] = ()
     texts: tuple[str, ...] = ()
-    sides: tuple[str, str] | None = None
+    asked: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    likeliest: str = ""
+    rows: tuple[Mapping[str, object], ...] = ()
     problem: str = ""
     fix: str = ""
+
+    def roles_of(self, purpose: str) -> Mapping[str, str]:
+        """The roles whose columns must be chosen for it, each with the likeliest one; none where the names say it."""
+        return self.asked.get(purpose or self.proposed or self.likeliest, {})
 
 
 def place_of(data: str) -> str:
@@ -125,38 +132,25 @@ def facts_of(data: str) -> DataFacts:
         raise UserError(
             "that is a model, not a dataset", where=data, fix="choose files with rows or texts"
         )
-    list_files(source, rows=True)
-    cells = _first_cells(source)
-    columns = tuple(map(str, cells))
-    texts = tuple(str(name) for name, value in cells.items() if isinstance(value, str) and value)
+    file = list_files(source, rows=True)[0]
+    rows = first_rows(file, source.format, SAMPLED_ROWS)
+    cells = longest_cells(rows)
+    texts = tuple(name for name, value in cells.items() if isinstance(value, str) and value)
+    facts = DataFacts(data, "", columns=tuple(cells), texts=texts)
     try:
         found = peek(source)
     except UserError as error:
-        if _is_for(
-            PURPOSE["rewards"], source, None
-        ):  # prompts without answers are for rewards alone
-            others = {name: lack for name, lack in _LACKS.items() if name != "rewards"}
-            about = _about(source, None)
-            return DataFacts(data, about, "rewards", "grpo", others, columns, texts)
-        # The words of the command line name two columns where these may be prompt and response: the page asks.
-        sides = None
-        if len(texts) > 1 and error.fix == two_texts_fix(texts, cells, pretrains=False):
-            sides = likely_sides(texts, cells)
-            source = source.model_copy(update={"columns": {"text": sides[1]}})
-        return DataFacts(
-            data,
-            _about(source, None),
-            columns=columns,
-            texts=texts,
-            sides=sides,
-            lacks={
-                purpose.name: _LACKS[purpose.name]
-                for purpose in PURPOSES
-                if not sides or purpose.name not in ASKED_PURPOSES
-            },
-            problem=harmless(error.problem),
-            fix=harmless(error.fix),
-        )
+        if _is_for(PURPOSE["rewards"], source, None):
+            # Prompts without answers are for rewards, unless columns are chosen.
+            lacks = {name: lack for name, lack in _LACKS.items() if name != "rewards"}
+            facts = replace(facts, proposed="rewards", objective="grpo", lacks=lacks)
+        else:
+            problem, fix = harmless(error.problem), harmless(error.fix)
+            facts = replace(facts, lacks=_LACKS, problem=problem, fix=fix)
+        facts = _with_questions(facts, cells, rows)
+        # Of rows that no name explains, their number is counted by any of their texts.
+        any_text = {"text": texts[-1]} if facts.asked else {}
+        return replace(facts, about=_about(source.model_copy(update={"columns": any_text}), None))
     format = None if found is None else found[0]
     lacks = {
         purpose.name: _LACKS[purpose.name]
@@ -164,14 +158,45 @@ def facts_of(data: str) -> DataFacts:
         if not _is_for(purpose, source, format)
     }
     proposed = next((purpose.name for purpose in PURPOSES if format in purpose.formats), "text")
-    return DataFacts(
-        data,
-        _about(source, format),
-        proposed=proposed,
-        objective="kto" if format == "kto" else PURPOSE[proposed].objective,
-        lacks=lacks,
-        columns=columns,
-        texts=texts,
+    objective = "kto" if format == "kto" else PURPOSE[proposed].objective
+    facts = replace(
+        facts, about=_about(source, format), proposed=proposed, objective=objective, lacks=lacks
+    )
+    return _with_questions(facts, cells, rows)
+
+
+def _with_questions(
+    facts: DataFacts, cells: Mapping[str, object], rows: Sequence[Mapping[str, object]]
+) -> DataFacts:
+    """With the purposes that the rows are for once columns are chosen."""
+    meant = tuple(name for name in facts.texts if not describes_row(name))
+    texts = meant if facts.proposed or len(meant) > 1 else facts.texts
+    if len(texts) < 2:
+        return facts
+    prompt, response = likely_sides(texts, cells)
+    asked: dict[str, Mapping[str, str]] = {
+        "instructions": {"instruction": prompt, "output": response},
+        "text": {"text": response},
+        "rewards": {"prompt": prompt},
+    }
+    pair = likely_pair(texts, cells)
+    if len(texts) > 2:
+        roles = ("prompt", "chosen", "rejected")
+        asked["preferences"] = dict(zip(roles, pair or texts, strict=False))
+    asked = {name: columns for name, columns in asked.items() if name in facts.lacks}
+
+    # Rows of prompts alone are for rewards, but seldom where another column has a text, too.
+    likeliest = ""
+    if facts.proposed in ("", "rewards"):
+        likeliest = "preferences" if pair else "instructions"
+    return replace(
+        facts,
+        proposed="" if likeliest else facts.proposed,
+        objective="" if likeliest else facts.objective,
+        asked=asked,
+        likeliest=likeliest,
+        lacks={name: lack for name, lack in facts.lacks.items() if name not in asked},
+        rows=tuple(rows[:SHOWN_ROWS]) if asked else (),
     )
 
 
@@ -190,18 +215,6 @@ def _is_for(purpose: Purpose, source: Source, format: str | None) -> bool:
         return peek(source, purpose.data_kind) is not None or purpose.name == "text"
     except UserError:
         return False
-
-
-def _first_cells(source: Source) -> Mapping[str, object]:
-    """The columns of the first row; none of plain texts and of files that cannot be read."""
-    file = list_files(source, rows=True)[0]
-    if file.format in ("text", "code"):
-        return {}
-    with suppress(UserError, OSError, EOFError, ValueError):
-        for value in islice(read_values(file.path, file.shown, file.format, None), 1):
-            if isinstance(value, Value) and isinstance(value.content, dict):
-                return value.content
-    return {}
 
 
 def _about(source: Source, format: str | None) -> str:

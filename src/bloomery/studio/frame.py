@@ -277,6 +277,26 @@ class CommandView:
         return has_ended
 
 
+def starting_page(commands: Commands, subject: str, has_begun: Callable[[], bool]) -> None:
+    """Of a command that has made no folder yet: what it prints, until there is one."""
+    with page(harmless(subject), ""):
+        ui.label(harmless(subject)).classes("text-xl font-semibold break-all").props(
+            "role=heading aria-level=1"
+        )
+        state = ui.label("starting").props("role=status")
+        output = CommandView(commands, subject, opened=True)
+
+        def update() -> None:
+            output.update()
+            if has_begun():
+                ui.navigate.reload()
+            command = commands.of(subject)
+            if command is None or command.code is not None:
+                state.text = "the command ended before it made the folder"
+
+        update_every(0.5, update)
+
+
 def show_loss_mask(text: str) -> None:
     """What `bloomery prepare --preview` prints without colors: the tokens trained on, between ⟦ and ⟧, get one here."""
     parts = loss_parts(text)

@@ -1,30 +1,73 @@
-"""Datasets that a page is given: uploaded or pasted, each a file of the working folder. Does not import torch."""
+"""Datasets that a page is given: uploaded, dropped or pasted, each a file or folder of the working folder. No torch."""
 
 import csv
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from bloomery.core.errors import UserError, of_the_system
-from bloomery.data.sources.files import DATA, TABLES, TEXT, suffix_of
+from bloomery.data.sources.files import CODE, DATA, TABLES, TEXT, suffix_of
 
 MOST_BYTES = 2**31  # of an upload: larger files are better copied
+MOST_FILES = 1000  # of an upload, as the server reads forms
 
 
 def free_path(name: str) -> Path:
     """A file of the working folder that does not exist yet, called as `name` where that is free. Raises UserError for
     what is no dataset."""
-    plain = re.sub(r"[^\w.-]+", "-", Path(name.replace("\\", "/")).name).strip(".-")[-120:]
+    plain = _plain(name)
     if suffix_of(Path(plain)) not in {*DATA, *TABLES, *TEXT}:
         suffixes = ", ".join((*DATA, *TABLES, *TEXT))
         fix = f"upload one of {suffixes}"
         raise UserError("not a file of rows or text", where=name[:120], fix=fix)
+    return _free(plain)
+
+
+def _plain(name: str) -> str:
+    """The last part of a path, as it is written without quotes."""
+    return re.sub(r"[^\w.-]+", "-", Path(name.replace("\\", "/")).name).strip(".-")[-120:]
+
+
+def _free(plain: str) -> Path:
     stem, dot, suffixes = plain.partition(".")
     for number in range(1, 1000):
         path = Path(plain if number == 1 else f"{stem}-{number}{dot}{suffixes}")
         if not path.exists():
             return path
     raise UserError("too many files of this name", where=plain, fix="rename it")
+
+
+def places_of(names: Sequence[str]) -> tuple[Path, list[Path | None]]:
+    """The dataset that an upload becomes, and where each of its files goes; None for those that are no rows, text or
+    code. One file is a file of the working folder; several are a new folder, with the folders that they came in. Raises
+    UserError where nothing is left.
+    """
+    if len(names) == 1 and "/" not in names[0]:
+        path = free_path(names[0])
+        return path, [path]
+    known = {*DATA, *TABLES, *TEXT, *CODE}
+    parts = [
+        [plain for part in name.replace("\\", "/").split("/") if (plain := _plain(part))]
+        for name in names
+    ]
+    is_data = [
+        bool(inner)
+        and not name.rpartition("/")[2].startswith(".")
+        and suffix_of(Path(inner[-1])) in known
+        for name, inner in zip(names, parts, strict=True)
+    ]
+    if not any(is_data):
+        raise UserError("none of the files has rows or text", where=names[0][:120])
+    # A folder keeps its name.
+    tops = {inner[0] if len(inner) > 1 else "" for inner in parts}
+    top = next(iter(tops)) if len(tops) == 1 else ""
+    folder = _free(top or "uploaded")
+    inside = [inner[1:] if top else inner for inner in parts]
+    return folder, [
+        folder.joinpath(*inner) if has_data else None
+        for inner, has_data in zip(inside, is_data, strict=True)
+    ]
 
 
 def suffix_of_text(text: str) -> str:

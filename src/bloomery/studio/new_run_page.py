@@ -1,15 +1,18 @@
 """The page that makes a run: three questions, and beside them whether it fits, how long it takes, and Start."""
 
 import asyncio
+import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, final
 
 from nicegui import ui
-from nicegui.events import UploadEventArguments
+from starlette.datastructures import QueryParams
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_whole
@@ -17,11 +20,14 @@ from bloomery.core.run_folder import propose_folder
 from bloomery.core.text import harmless
 from bloomery.facts.rates import rate_text
 from bloomery.hub import Kind
+from bloomery.recipe.axes import split_outside_brackets
+from bloomery.studio.column_questions import ColumnQuestions
 from bloomery.studio.commands import Commands
-from bloomery.studio.components import button, choice, heading, note, text, toolbar
-from bloomery.studio.data_choices import PURPOSES, data_here, described
-from bloomery.studio.frame import notify, page, question
-from bloomery.studio.given_files import MOST_BYTES, free_path, save_pasted
+from bloomery.studio.compare_page import address_of_sweep
+from bloomery.studio.components import button, heading, note, text, toolbar
+from bloomery.studio.data_choices import data_here, described
+from bloomery.studio.data_given import GivenData
+from bloomery.studio.frame import notify, page
 from bloomery.studio.hub_search import is_searched, search
 from bloomery.studio.model_choices import (
     Choice,
@@ -32,6 +38,7 @@ from bloomery.studio.model_choices import (
 )
 from bloomery.studio.picker import Group, Picker
 from bloomery.studio.plan_panel import PlanPanel, command_line
+from bloomery.studio.purpose_question import PurposeQuestion
 from bloomery.studio.recipe_answers import (
     Answered,
     Answers,
@@ -45,6 +52,7 @@ from bloomery.studio.recipe_form import (
     FormField,
     Planned,
     inherited_keys,
+    mistake_among,
     planned,
     proposed_path,
     value_at,
@@ -54,10 +62,12 @@ from bloomery.studio.recipe_form import (
     write_recipe,
 )
 from bloomery.studio.rows_shown import show_rows, shown_rows
+from bloomery.studio.run_draft import RunDraft, address_of_draft, draft_in
 from bloomery.studio.settings_form import SettingsForm, show_mistake
 from bloomery.studio.watching import Watching, address_of
 
 TYPING_SECONDS = 0.4  # without a key before a plan is made
+SKIPS = "data.on_error"  # of a row that cannot be read
 MOST_CHARACTERS = 100_000  # of a recipe that is planned while it is typed
 TOO_LONG = f"the recipe has more than {MOST_CHARACTERS:,} characters"
 # The settings that matter most: their key, and what they are called.
@@ -70,8 +80,15 @@ FIRST_KEYS = (
 )
 
 
-async def new_run_page(watching: Watching, commands: Commands, run: str = "") -> None:
-    """`run`: the name of a run whose recipe it begins with."""
+def without_time(run: str) -> str:
+    """The name of a run without the times that its folder, and that of the run before it, were given."""
+    return re.sub(r"(-\d{8}-\d{6}(-\d+)?)+$", "", run.rpartition("/")[2]) or "recipe"
+
+
+async def new_run_page(watching: Watching, commands: Commands, query: QueryParams) -> None:
+    """`query`: of its address: a draft, or `run`, the name of a run whose recipe it begins with."""
+    draft = draft_in(query)
+    run = draft.run
     with page("New run", "/new"):
         with heading(
             "New run", "Three questions. Everything else has a default that you can change."
@@ -82,15 +99,14 @@ async def new_run_page(watching: Watching, commands: Commands, run: str = "") ->
             try:
                 content = read_whole(watching.run(run).reader.folder / "recipe.yaml")
                 complete_text = content.decode("utf-8", errors="replace")
-                text_of_run = without_defaults(complete_text, run)
+                text_of_run = without_defaults(complete_text, without_time(run))
                 note(f"It begins with the recipe of {harmless(run)}.")
             except (UserError, OSError) as error:
                 problem = error.problem if isinstance(error, UserError) else error.strerror
                 note(harmless(f"error: {problem}"), "bad")
         view = NewRun(commands)
         view.show()
-        if text_of_run:
-            await view.use(text_of_run, run, inherited_keys(complete_text))
+        await view.begin(draft, text_of_run, inherited_keys(complete_text))
         await view.offer()
 
 
@@ -116,6 +132,11 @@ class NewRun:
         self._folder = Path()  # of the run that Start would make
         self._rows_text = ""  # of the recipe whose rows are shown
         self._named = ""  # the recipe's name that is in it
+        self._run_name = ""  # as typed
+        self._run = ""  # whose recipe it began with
+        self._sweep = dict[str, tuple[str, ...]]()  # values to compare, by key
+        self._address = "/new"  # of the page, with this draft
+        self._shown_values = dict[str, str]()  # by key: of the first settings
         self._version = 0  # of the text
         self._num_changes = 0  # that are being made or planned
         self._is_settled = asyncio.Event()
@@ -126,7 +147,12 @@ class NewRun:
                 self._ask_data()
                 self._ask_purpose()
                 self._ask_settings()
-            self.panel = PlanPanel(on_start=self._start, on_save=self._save, on_edit=self._apply)
+            self.panel = PlanPanel(
+                on_start=self._start,
+                on_save=self._save,
+                on_edit=self._apply,
+                on_name=self._name_run,
+            )
 
     # The questions
 
@@ -141,7 +167,9 @@ class NewRun:
             )
 
     def _ask_data(self) -> None:
-        with _question("2", "Your data", "a file or folder here, or a dataset of the Hub"):
+        with _question(
+            "2", "Your data", "a file or folder here, or drop one onto this page"
+        ) as card:
             self._data = Picker(
                 "Dataset",
                 "Choose, or type a path or hub:ORG/NAME",
@@ -149,16 +177,14 @@ class NewRun:
                 on_open=self._open_data,
                 on_type=partial(self._search, "dataset"),
             )
-            self._columns = ui.element("div").classes("columns")
-            upload = ui.upload(
-                on_upload=self._uploaded,
-                on_rejected=lambda: self._data.tell("", "the file is larger than 2 GiB: copy it"),
-                auto_upload=True,
-                max_file_size=MOST_BYTES,
-            ).classes("hidden")
+            self._skip = button("Leave out rows that cannot be read", self._skip_rows)
+            self._columns = ColumnQuestions(self._answer_columns)
             with toolbar():
-                button("Upload", lambda: upload.run_method("pickFiles"), icon="upload_file")
-                button("Paste", self._paste, icon="content_paste")
+                GivenData(
+                    card,
+                    on_data=self._take_data,
+                    on_mistake=lambda words: self._data.tell("", words),
+                )
                 self._preview_button = button(
                     "Show rows as the model reads them", self._preview, icon="visibility"
                 )
@@ -166,9 +192,9 @@ class NewRun:
 
     def _ask_purpose(self) -> None:
         with _question("3", "What should it learn?", "the columns of your data propose it"):
-            self._choices = ui.element("div").classes("choices")
-            self._purpose_mistake = text("", "p", "small bad").props("role=alert")
-            self._reward = ui.element("div").classes("columns")
+            self._purpose = PurposeQuestion(
+                on_purpose=self._answer_purpose, on_reward=self._answer_reward
+            )
 
     def _ask_settings(self) -> None:
         with ui.element("section").classes("card"):
@@ -226,41 +252,17 @@ class NewRun:
         if picker.value == words:
             picker.offer_found(Group("On the Hub", found.choices, found.remark))
 
-    async def _uploaded(self, event: UploadEventArguments) -> None:
-        try:
-            path = free_path(event.file.name)
-            await event.file.save(path)
-        except (UserError, OSError) as error:
-            words = sentence_of(error) if isinstance(error, UserError) else str(error.strerror)
-            self._data.tell("", harmless(words))
-            return
-        await self._take_file(path)
-
-    def _paste(self) -> None:
-        with question("Paste rows or text") as dialog:
-            field = ui.textarea(
-                placeholder='{"messages": [{"role": "user", "content": "..."}, ...]}'
-            ).props('outlined rows=12 aria-label="Rows or text"')
-            field.classes("w-full")
-            mistake = text("", "p", "small bad").props("role=alert")
-
-            async def use() -> None:
-                try:
-                    path = save_pasted(field.value or "")
-                except UserError as error:
-                    mistake.text = sentence_of(error)
-                    return
-                dialog.close()
-                await self._take_file(path)
-
-            with toolbar():
-                button("Use it", use, kind="go")
-                button("Cancel", dialog.close, kind="quiet")
-        dialog.open()
-
-    async def _take_file(self, path: Path) -> None:
+    async def _take_data(self, path: str) -> None:
         await self.offer()
-        await self._answer_data(str(path))
+        await self._answer_data(path)
+
+    async def _skip_rows(self) -> None:
+        """Rows that cannot be read are left out, and counted as the dataset is prepared."""
+        self._edits[SKIPS] = "skip"
+        if self.text:
+            await self._set(SKIPS, "skip")
+        else:
+            await self._answer(self.answers, changed="")
 
     async def _answer_model(self, value: str) -> None:
         await self._answer(replace(self.answers, model=value), changed="model")
@@ -271,14 +273,20 @@ class NewRun:
 
     async def _answer_purpose(self, name: str) -> None:
         facts = self.answered.facts
-        is_asked = facts is not None and facts.sides is not None
+        is_asked = facts is not None and bool(facts.asked)
         columns = {} if is_asked else self.answers.columns
         await self._answer(replace(self.answers, purpose=name, columns=columns), changed="purpose")
 
     async def _answer_columns(self, columns: Mapping[str, str]) -> None:
-        purpose = "text" if "text" in columns else "instructions"
-        answers = replace(self.answers, columns=dict(columns), purpose=purpose)
+        answers = replace(self.answers, columns=dict(columns), purpose=self._purpose_now())
         await self._answer(answers, changed="columns")
+
+    def _purpose_now(self) -> str:
+        """The purpose that counts: the chosen one, else what the rows are for."""
+        facts = self.answered.facts
+        if self.answers.purpose or facts is None or self._own_text:  # a recipe says what it is for
+            return self.answers.purpose
+        return facts.proposed or facts.likeliest
 
     async def _answer_reward(self, reward: str) -> None:
         answers = replace(self.answers, purpose="rewards", reward=reward)
@@ -308,11 +316,30 @@ class NewRun:
                 self.planned = Planned()
                 self.show()
 
-    async def use(self, text: str, name: str, inherited: frozenset[str] = frozenset()) -> None:
-        """Begins with this recipe."""
-        self.name, self._inherited = name, inherited
-        self._own_text = True
-        await self._change(text)
+    async def begin(self, draft: RunDraft, text_of_run: str, inherited: frozenset[str]) -> None:
+        """With the answers of an address, or with the recipe of a run."""
+        self._run, self._run_name, self._sweep = draft.run, draft.name, dict(draft.sweep)
+        self._inherited = inherited
+        if draft.text or text_of_run:
+            self.name = without_time(draft.run) if draft.run else "recipe"
+            self._own_text = True
+            await self._change(draft.text or text_of_run)
+        elif draft.answers != Answers():
+            self._edits = dict(draft.edits)
+            await self._answer(draft.answers, changed="")
+
+    def _draft(self) -> RunDraft:
+        text = self.text if self._own_text else ""
+        return RunDraft(
+            self.answers, dict(self._edits), text, self._run_name, self._run, dict(self._sweep)
+        )
+
+    def _keep_address(self) -> None:
+        """The address of the page follows its answers, so that a reload or the back button loses nothing."""
+        address = address_of_draft(self._draft())
+        if address != self._address:
+            self._address = address
+            ui.run_javascript(f"studioAddress({json.dumps(address)})")
 
     # The recipe
 
@@ -365,8 +392,28 @@ class NewRun:
             self.show()
 
     async def _set_first(self, key: str) -> None:
-        field = self._fields[key]
-        await self._set(key, str(field.value or ""))
+        """One value, or several with commas between them: these are compared."""
+        typed = str(self._fields[key].value or "")
+        self._shown_values.pop(key, None)
+        values = tuple(dict.fromkeys(filter(None, map(str.strip, split_outside_brackets(typed)))))
+        if len(values) < 2:
+            self._sweep.pop(key, None)
+            await self._set(key, typed)
+            self.show()
+            return
+        self._refused.pop(key, None)
+        mistake = await asyncio.to_thread(mistake_among, self.text, key, values)
+        if mistake:
+            self._refused[key] = mistake
+            self.show()
+            return
+        self._sweep[key] = values
+        await self._set(key, values[0])
+        self.show()
+
+    def _name_run(self, name: str) -> None:
+        self._run_name = re.sub(r"[^\w.-]+", "-", name)[:80].strip("-.")
+        self.show()
 
     async def _set_field(self, field: FormField, value: str) -> None:
         await self._set(field.key, value)
@@ -374,6 +421,8 @@ class NewRun:
     async def _set(self, key: str, value: str) -> None:
         if value == self._value_at(key) and key not in self._refused:
             return
+        if value not in self._sweep.get(key, (value,)):  # set elsewhere: one value
+            del self._sweep[key]
         was_refused = self._refused.pop(key, None) is not None
         try:
             await self._edit({key: value})
@@ -433,8 +482,11 @@ class NewRun:
         self._data.fill(self.answers.data)
         about = told.facts.about if told.facts is not None else told.about_data
         self._data.tell(about, mistakes.get("data", ""))
-        self._show_columns()
-        self._show_purposes(mistakes.get("purpose", ""))
+        self._skip.visible = SKIPS in mistakes.get("data", "")
+        purpose = self._purpose_now()
+        self._columns.show(told.facts, purpose, self.answers.columns)
+        reward = None if self._own_text else self.answers.reward
+        self._purpose.show(told.facts, purpose, mistakes.get("purpose", ""), reward=reward)
         self._show_fields()
         self._settings.show(result, self.text, self._refused, self._inherited)
 
@@ -442,19 +494,28 @@ class NewRun:
         command = ""
         if not missing:
             with suppress(UserError):
-                command = command_line(*self._arguments(str(proposed_path(self.text, result.name))))
+                path = proposed_path(self.text, self._run_name or result.name)
+                command = command_line(*self._arguments(str(path)))
         self._preview_button.visible = not missing
         if self._rows_text != self.text:  # these rows are of other answers
             self._rows.clear()
             self._rows_text = self.text
         shown = result if shows_problem else replace(result, problem="", fix="")
-        self.panel.show(shown, missing=missing, command=command, is_startable=not missing)
+        self.panel.show(
+            shown,
+            missing=missing,
+            command=command,
+            is_startable=not missing,
+            num_runs=prod(map(len, self._sweep.values())),
+            name=self._run_name,
+            proposed=self._folder.name if command else "",
+            name_mistake=self._name_mistake(),
+        )
+        self._keep_address()
 
     def _missing(self, mistakes: Mapping[str, str]) -> str:
         """Why nothing can be started, as a sentence; "" where it can."""
         result = self.planned
-        if self.answered.missing:
-            return self.answered.missing
         for name, words in (
             ("model", "Correct the model first."),
             ("data", "Correct the data first."),
@@ -462,106 +523,25 @@ class NewRun:
         ):
             if mistakes.get(name):
                 return words
+        if self.answered.missing:
+            return self.answered.missing
         if result.problem or self._refused or mistakes:
             return "Correct the settings first."
+        if self._name_mistake():
+            return "Choose another name first."
         return "" if result.is_startable else "Choose a model and your data."
-
-    def _show_columns(self) -> None:
-        """Two columns of text without usual names: the page asks which is which."""
-        facts = self.answered.facts
-        self._columns.clear()
-        if facts is None or facts.sides is None:
-            return
-        chosen = self.answers.columns
-        with self._columns:
-            if self.answers.purpose == "text":
-                column = ui.select(
-                    list(facts.texts), value=chosen.get("text", facts.sides[1]), label="Text"
-                ).props("outlined dense")
-                values = {"text": column}
-            else:
-                first, second = facts.sides
-                prompt = chosen.get("instruction", first)
-                response = chosen.get("output", second)
-                values = {
-                    "instruction": ui.select(list(facts.texts), value=prompt, label="Prompt"),
-                    "output": ui.select(list(facts.texts), value=response, label="Response"),
-                }
-                for each in values.values():
-                    each.props("outlined dense")
-            if chosen:
-                # From now on each choice counts at once.
-                for each in values.values():
-                    each.on_value_change(lambda: self._take_columns(values))
-            else:
-                words = (
-                    "No column has a usual name for a prompt or a response. These are likeliest:"
-                )
-                note(words, "warn").move(self._columns, 0)
-                ui.button("Use these columns", on_click=lambda: self._take_columns(values)).props(
-                    "outline dense no-caps"
-                )
-
-    async def _take_columns(self, values: Mapping[str, Any]) -> None:
-        await self._answer_columns({role: str(each.value) for role, each in values.items()})
-
-    def _show_purposes(self, mistake: str) -> None:
-        facts = self.answered.facts
-        chosen = self.answers.purpose
-        if not chosen and facts is not None and not self._own_text:  # a recipe says what it is for
-            chosen = facts.proposed
-        self._choices.clear()
-        with self._choices:
-            for purpose in PURPOSES:
-                lack = "" if facts is None else facts.lacks.get(purpose.name, "")
-                box = choice(
-                    purpose.title,
-                    lack or purpose.words,
-                    partial(self._answer_purpose, purpose.name),
-                    on=purpose.name == chosen,
-                )
-                box.mark(f"purpose-{purpose.name}")
-                if lack or facts is None:
-                    box.props("disabled")
-        self._purpose_mistake.text = mistake
-        self._purpose_mistake.visible = bool(mistake)
-        self._reward.clear()
-        if chosen == "rewards" and facts is not None and not self._own_text:
-            with self._reward:
-                self._ask_reward(facts.columns)
-
-    def _ask_reward(self, columns: tuple[str, ...]) -> None:
-        """How completions are scored: against a column, or by a function."""
-        options = {
-            f"{{verifier: {kind}, column: {value_text(column)}}}": f"{words} {column}"
-            for column in columns
-            for kind, words in (("exact_match", "exactly"), ("math", "the same number as in"))
-        }
-        reward = self.answers.reward
-        select = ui.select(
-            options, value=reward if reward in options else None, label="Right is what equals"
-        ).props("outlined dense")
-        select.on_value_change(lambda: self._answer_reward(str(select.value)))
-        function = ui.input(
-            "or a function of yours",
-            placeholder="my_rewards.py:score",
-            value=reward.removeprefix("{python: ").removesuffix("}") if "python" in reward else "",
-        ).props("outlined dense")
-        function.on(
-            "change",
-            lambda: self._answer_reward(f"{{python: {value_text(function.value or '')}}}"),
-        )
 
     def _show_fields(self) -> None:
         """The first settings: their values, or what the plan chooses for them."""
         result = self.planned
         for key, field in self._fields.items():
             refusal = self._refused.get(key, "")
-            value = self._value_at(key)
+            value = ", ".join(self._sweep.get(key, ())) or self._value_at(key)
             # What cannot be read stays as it was typed, to be corrected.
             is_read = result.values is not None or not self.text
-            if not refusal and is_read and field.value != value:
-                field.value = value
+            # What is being typed into another field stays, too.
+            if not refusal and is_read and self._shown_values.get(key) != value:
+                field.value = self._shown_values[key] = value
             is_full = value_at(result.values, ("adapter", "kind")) == "none"
             field.enabled = bool(self.text) and not (key == "adapter.rank" and is_full)
             field.props(
@@ -571,12 +551,26 @@ class NewRun:
 
     # Commands
 
+    def _name_mistake(self) -> str:
+        """Why the run cannot have this name."""
+        is_taken = bool(self._run_name) and (Path("runs") / self._run_name).exists()
+        return f"runs/{self._run_name} exists" if is_taken else ""
+
     def _arguments(self, path: str) -> tuple[str, ...]:
+        """Of the command that trains the recipe at `path`, or that compares the values which are typed."""
         name = self.planned.name or self.name
-        if self._named != name or self._folder.exists():
-            self._named, self._folder = name, propose_folder(name)
-        folder = self._folder.relative_to(Path.cwd())
-        return ("train", path, "--run-dir", str(folder))
+        if self._sweep:
+            name = f"{name}-sweep"
+        if self._run_name:
+            self._folder = Path("runs").absolute() / self._run_name
+        elif self._named != name or self._folder.exists():
+            self._folder = propose_folder(name)
+        self._named = "" if self._run_name else name
+        folder = str(self._folder.relative_to(Path.cwd()))
+        if self._sweep:
+            axes = [f"{key}={','.join(values)}" for key, values in self._sweep.items()]
+            return ("sweep", path, *axes, "--run-dir", folder)
+        return ("train", path, "--run-dir", folder)
 
     async def _preview(self) -> None:
         await self._settle()
@@ -619,12 +613,13 @@ class NewRun:
         arguments = self._arguments(str(path))
         if self._begin(arguments, self._folder.name):
             start.enabled = False
-            ui.navigate.to(address_of(self._folder.name))
+            name = self._folder.name
+            ui.navigate.to(address_of_sweep(name) if self._sweep else address_of(name))
 
     def _write(self) -> Path | None:
         """Writes the recipe into the working folder; None where that fails, which is told."""
         try:
-            return write_recipe(self.text, self.planned.name or self.name)
+            return write_recipe(self.text, self._run_name or self.planned.name or self.name)
         except UserError as error:
             notify(error)
             return None
@@ -639,10 +634,10 @@ class NewRun:
 
 
 @contextmanager
-def _question(number: str, title: str, remark: str) -> Iterator[None]:
-    with ui.element("section").classes("card"):
+def _question(number: str, title: str, remark: str) -> Iterator[ui.element]:
+    with ui.element("section").classes("card") as card:
         with ui.element("h2").classes("card-title"):
             text(number).classes("step").props("aria-hidden=true")
             text(title)
             text(remark, "small")
-        yield
+        yield card

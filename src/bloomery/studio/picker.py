@@ -61,6 +61,7 @@ class Picker:
             self._list.visible = False
             self._chips = ui.element("div").classes("chips")
         self.input.on("focus", self._open)
+        self.input.on("keydown.down", self._open)
         self.input.on("keydown.enter", self._leave)
         self.input.on("keydown.escape", self._close)
         self.input.on("clear", self._leave)
@@ -132,6 +133,7 @@ class Picker:
             for title, choices, remark in self._groups:
                 most = MOST_TYPED if typed else MOST_ROWS
                 rows = list(matching(list(choices), typed))[:most]
+                remark = "" if typed else remark  # of nothing here: no answer to what is typed
                 if not rows and not remark:
                     continue
                 text(title, "p").classes("picker-title")

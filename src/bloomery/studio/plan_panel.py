@@ -9,10 +9,12 @@ from nicegui import ui
 
 from bloomery.core.text import harmless
 from bloomery.core.units import format_bytes
+from bloomery.plan.page import about
 from bloomery.studio.components import Part, bar, chip, fact, note, text
 from bloomery.studio.frame import copy_button
 from bloomery.studio.plan_picture import PlanPicture
 from bloomery.studio.recipe_form import Planned
+from bloomery.studio.settings_form import attribute, show_mistake
 
 START = "Start"
 START_ANYWAY = "Start although it does not fit"
@@ -28,6 +30,7 @@ class PlanPanel:
         on_start: Callable[[], Awaitable[None]],
         on_save: Callable[[], Awaitable[None]],
         on_edit: Callable[[str], Awaitable[None]],
+        on_name: Callable[[str], None],
     ) -> None:
         self._on_edit = on_edit
         with ui.element("aside").classes("card plan-panel").props('aria-label="Plan"'):
@@ -38,6 +41,9 @@ class PlanPanel:
                 self._verdict = ui.element("p").classes("verdict")
                 self._problem = text("", "p", "note bad").props("role=alert")
             self._content = ui.element("div").classes("plan-content")
+            self._name = ui.input("Name of the run").props("outlined dense stack-label")
+            self._name.without_auto_validation().classes("w-full").mark("run-name")
+            self._name.on("change", lambda: on_name(self._name.value or ""))
             self.start = ui.button(START, icon="play_arrow", on_click=on_start)
             self.start.props("no-caps unelevated").classes("w-full")
             self._reason = text("", "p", "small muted")
@@ -55,8 +61,21 @@ class PlanPanel:
             self.strip_start.props('no-caps unelevated aria-label="Start now"')
         self.start.enabled = self.strip_start.enabled = False  # until a plan is there
 
-    def show(self, planned: Planned, *, missing: str, command: str, is_startable: bool) -> None:
-        """`missing`: a sentence, why it cannot be started. `command`: what Start runs."""
+    def show(
+        self,
+        planned: Planned,
+        *,
+        missing: str,
+        command: str,
+        is_startable: bool,
+        num_runs: int,
+        name: str,
+        proposed: str,
+        name_mistake: str,
+    ) -> None:
+        """`missing`: a sentence, why it cannot be started. `command`: what Start runs. `num_runs`: with the values that
+        are compared. `name`: of the run, as typed, `proposed`: the one that it gets otherwise.
+        """
         picture = planned.picture
         self._device.text = harmless(picture.device) if picture is not None else ""
         for verdict in (self._verdict, self._strip):
@@ -69,9 +88,16 @@ class PlanPanel:
         self._content.clear()
         if picture is not None:
             with self._content:
-                self._show_picture(planned, picture)
+                self._show_picture(planned, picture, num_runs)
+        self._name.visible = picture is not None
+        self._name.label = "Name of the run" if num_runs == 1 else "Name of the comparison"
+        if self._name.value != name:
+            self._name.value = name
+        self._name.props(f'placeholder="{attribute(proposed)}"')
+        show_mistake(self._name, name_mistake)
         fits = picture is None or planned.fits
-        self.start.text = START if fits else START_ANYWAY
+        start_text = START if num_runs == 1 else f"Start {num_runs} runs"
+        self.start.text = start_text if fits else START_ANYWAY
         # The color of the button says that it is the thing to do.
         self.start.props(remove="outline unelevated").props("unelevated" if fits else "outline")
         for button in (self.start, self.strip_start):
@@ -92,7 +118,7 @@ class PlanPanel:
         self._fold.visible = bool(planned.lines)
         self._lines.text = "\n".join(planned.lines)
 
-    def _show_picture(self, planned: Planned, picture: PlanPicture) -> None:
+    def _show_picture(self, planned: Planned, picture: PlanPicture, num_runs: int) -> None:
         parts = [
             Part(part.name, part.bytes, format_bytes(part.bytes), part.color)
             for part in picture.parts
@@ -105,6 +131,11 @@ class PlanPanel:
         with ui.element("div").classes("facts"):
             for each in picture.facts:
                 fact(each.value, each.words)
+        if num_runs > 1:
+            time = ""
+            if picture.seconds is not None:
+                time = f", about {about(num_runs * picture.seconds)} if each takes as long as the first"
+            note(f"{num_runs} runs, one for each combination of the values{time}.")
         if planned.suggestions and not planned.fits:
             text("What would make it smaller:", "p", "small")
         if planned.suggestions:

@@ -66,9 +66,8 @@ class PlanPicture:
     whole: float
     facts: tuple[PlanFact, ...]
     saves: str
-    longest: (
-        int | None
-    )  # tokens of a sequence that fit with one sequence at a time; None: not known
+    longest: int | None  # tokens of a sequence that fit, one at a time; None: not known
+    seconds: float | None = None  # of the run; None: not known
 
 
 def picture_of(report: PlanReport, machine: Machine) -> PlanPicture:
@@ -94,6 +93,7 @@ def picture_of(report: PlanReport, machine: Machine) -> PlanPicture:
         facts=tuple(_facts(report)),
         saves=_saves(report),
         longest=None if longest is None else longest.as_planned or longest.checkpointed or None,
+        seconds=None if plan.seconds is None else plan.seconds.value,
     )
 
 

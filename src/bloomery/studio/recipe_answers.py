@@ -86,7 +86,7 @@ def answered(
             elif is_made or changed == "data":
                 mistakes["data"] = sentence_of(error)
     missing = _missing(answers, facts) if is_made else ""
-    is_unread = facts is not None and facts.problem and facts.sides is None and not answers.columns
+    is_unread = facts is not None and facts.problem and not facts.asked and not answers.columns
     if facts is not None and is_unread and (is_made or changed == "data"):
         mistakes["data"] = f"{facts.problem}: {facts.fix}"
     result = Answered(
@@ -162,7 +162,7 @@ def _missing(answers: Answers, facts: DataFacts | None) -> str:
             if answers.is_packaged
             else "Choose your data. Until then, conversations are assumed."
         )
-    if facts is not None and facts.sides is not None and not answers.columns:
+    if facts is not None and facts.roles_of(answers.purpose) and not answers.columns:
         return "Say which column is which."
     if answers.purpose == "rewards" and not answers.reward:
         return "Say how completions are scored."
@@ -199,17 +199,29 @@ def sentence_of(error: UserError) -> str:
     return harmless(f"{error.problem}: {error.fix}" if error.fix else error.problem)
 
 
+def format_of(columns: Mapping[str, str]) -> str:
+    """The format of rows whose columns are chosen for these roles."""
+    if "instruction" in columns:
+        return "alpaca"
+    if "chosen" in columns:
+        return "preference"
+    return "prompts" if "prompt" in columns else "auto"
+
+
 def overrides_of(answers: Answers, facts: DataFacts | None) -> list[str]:
     """The words after `--model` and `--data` that say the same."""
     words = list[str]()
     purpose = PURPOSE.get(answers.purpose)
     is_proposed = facts is not None and (purpose is None or purpose.name == facts.proposed)
-    is_by_columns = facts is not None and not facts.proposed and bool(answers.columns)
+    # From these columns the objective follows.
+    is_by_columns = bool({"instruction", "text"} & answers.columns.keys()) and not (
+        facts is not None and facts.proposed
+    )
     if purpose is not None and not is_proposed and not is_by_columns:
         words.append(f"objective={purpose.objective}")
     if answers.columns:
-        if "instruction" in answers.columns:
-            words.append("data.format=alpaca")
+        if (format := format_of(answers.columns)) != "auto":
+            words.append(f"data.format={format}")
         words.append(f"data.columns={{{value_text(dict(answers.columns)).strip('{}')}}}")
     if answers.reward and answers.purpose == "rewards":
         words.append(f"rewards=[{answers.reward}]")
@@ -247,7 +259,7 @@ def with_data(text: str, answers: Answers) -> str:
     if expanded(path).absolute() == expanded(recipe.data.path or "").absolute():
         return text
     columns = dict(answers.columns)
-    format = "alpaca" if "instruction" in columns else "auto"
+    format = format_of(columns)
     is_downloaded = not path.startswith(hub.PREFIX) or hub.data_place(path).exists()
     if not columns and is_downloaded:
         found = peek(Source(path=path), recipe.objective.spec.data_kind)

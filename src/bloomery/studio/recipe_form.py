@@ -250,6 +250,17 @@ def with_edits(text: str, edits: Mapping[str, str]) -> str:
     return text
 
 
+def mistake_among(text: str, key: str, values: Collection[str]) -> str:
+    """Why one of the values is none of the recipe's `key`; "" where each is."""
+    for value in values:
+        try:
+            load_text(with_edits(text, {key: value}), name="recipe", source=SOURCE)
+        except UserError as error:
+            words = Planned(problem=_text_of(error), where=error.where).problem_at(key)
+            return f"{value}: {words or harmless(error.problem)}"
+    return ""
+
+
 DEFAULT_LINE = re.compile(r"\s*\S+: .*  # default")
 
 

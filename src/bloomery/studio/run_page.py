@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import final
 from urllib.parse import quote
 
@@ -16,7 +17,7 @@ from bloomery.studio.charts import SMOOTHINGS, ChartMark, LineChart, LoadMap, ma
 from bloomery.studio.commands import Commands
 from bloomery.studio.components import Badge, Number, Progress, button, note, text, toolbar
 from bloomery.studio.export_dialogs import ask_to_export
-from bloomery.studio.frame import CommandView, notify, page, update_every
+from bloomery.studio.frame import CommandView, notify, page, starting_page, update_every
 from bloomery.studio.models_page import address_of_chat
 from bloomery.studio.post_mortem import PostMortemView
 from bloomery.studio.run_charts import Chart, charts_of, evaluations_of, run_figures
@@ -38,7 +39,7 @@ async def run_page(watching: Watching, commands: Commands, name: str) -> None:
         opened = watching.run(name)
     except UserError as error:
         if commands.of(name) is not None:
-            _starting_page(watching, commands, name)
+            starting_page(commands, name, partial(_is_there, watching, name))
             return
         with page("No such run", ""):
             ui.label(f"error: {error.problem}").classes("text-lg")
@@ -52,25 +53,11 @@ async def run_page(watching: Watching, commands: Commands, name: str) -> None:
         update_every(UPDATE_SECONDS, view.update)
 
 
-def _starting_page(watching: Watching, commands: Commands, name: str) -> None:
-    """Of a run whose command has made no folder yet: what it prints, until there is one."""
-    with page(harmless(name), ""):
-        ui.label(harmless(name)).classes("text-xl font-semibold break-all").props(
-            "role=heading aria-level=1"
-        )
-        state = ui.label("starting").props("role=status")
-        output = CommandView(commands, name, opened=True)
-
-        def update() -> None:
-            output.update()
-            with suppress(UserError):
-                watching.run(name)
-                ui.navigate.reload()
-            command = commands.of(name)
-            if command is None or command.code is not None:
-                state.text = "the command ended before it made the folder of the run"
-
-        update_every(0.5, update)
+def _is_there(watching: Watching, name: str) -> bool:
+    with suppress(UserError):
+        watching.run(name)
+        return True
+    return False
 
 
 @final

@@ -193,9 +193,10 @@ class SettingsForm:
     def _fill(self, key: str, field: FormField, element: Any) -> None:
         refusal = self._refused.get(key, "")
         if self._planned.values is not None and not refusal:
-            text = self._filled[key] = self._shown(field)
-            if element.value != text:
-                element.value = text
+            text = self._shown(field)
+            # What is being typed stays until the field is left.
+            if self._filled.get(key) != text:
+                element.value = self._filled[key] = text
         mistake = refusal or self._planned.problem_at(key)
         if mistake != self._mistakes.get(key, ""):
             self._mistakes[key] = mistake

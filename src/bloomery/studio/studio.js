@@ -1,4 +1,4 @@
-// What studio's pages do in the browser: charts, colors, the clipboard, the keyboard's focus.
+// What studio's pages do in the browser: charts, colors, the clipboard, dropped files, the keyboard's focus.
 
 // A token of the look as charts need it, which cannot read it themselves.
 const studioColors = new Map();
@@ -144,3 +144,61 @@ for (const kind of ["mouseover", "focusin"]) {
     if (line) line.closest(".parallel").nextElementSibling.textContent = line.getAttribute("aria-label");
   });
 }
+
+// The arrow keys go through the list below a field that is typed into; a letter goes on typing.
+document.addEventListener("keydown", event => {
+  const picker = event.target.closest?.(".picker");
+  if (!picker || event.altKey || event.ctrlKey || event.metaKey) return;
+  const input = picker.querySelector("input");
+  const rows = [...picker.querySelectorAll(".picker-list .picker-row:not([disabled])")].filter(row => row.offsetParent);
+  const at = rows.indexOf(event.target);
+  const by = {ArrowDown: 1, ArrowUp: -1}[event.key];
+  if (by && rows.length && (at >= 0 || event.target === input)) {
+    event.preventDefault();
+    (at + by < 0 ? input : rows[Math.min(at + by, rows.length - 1)]).focus();
+  } else if (at >= 0 && event.key === "Escape") {
+    input.focus();
+    input.dispatchEvent(new KeyboardEvent("keydown", {key: "Escape", bubbles: true}));
+  } else if (at >= 0 && event.key.length === 1 && event.key !== " ") {
+    input.focus();
+  }
+});
+
+// Files that are dropped onto the page go to its uploader, those of folders under their path.
+{
+  const uploader = () => document.querySelector("[data-drop]");
+  const holdsFiles = event => event.dataTransfer?.types.includes("Files") && uploader();
+  const mark = on => uploader()?.toggleAttribute("data-dropping", on);
+  const filesOf = async (entry, folder) => {
+    if (entry.isFile) {
+      const file = await new Promise((resolve, reject) => entry.file(resolve, reject));
+      return [folder ? new File([file], folder + file.name, {type: file.type}) : file];
+    }
+    const reader = entry.createReader();
+    const files = [];
+    for (;;) {
+      const entries = await new Promise((resolve, reject) => reader.readEntries(resolve, reject));
+      if (!entries.length) return files;
+      for (const inner of entries) {
+        if (!inner.name.startsWith(".")) files.push(...await filesOf(inner, folder + entry.name + "/"));
+      }
+    }
+  };
+  let depth = 0;  // of the elements that the files are over
+  document.addEventListener("dragenter", event => { if (holdsFiles(event) && ++depth) mark(true); });
+  document.addEventListener("dragleave", event => { if (holdsFiles(event) && !--depth) mark(false); });
+  document.addEventListener("dragover", event => { if (holdsFiles(event)) event.preventDefault(); });
+  document.addEventListener("drop", async event => {
+    if (!holdsFiles(event)) return;
+    event.preventDefault();
+    depth = 0;
+    mark(false);
+    const given = [...event.dataTransfer.items].filter(item => item.kind === "file");
+    const entries = given.map(item => item.webkitGetAsEntry?.()).filter(Boolean);
+    const files = entries.length ? (await Promise.all(entries.map(one => filesOf(one, "")))).flat() : [...event.dataTransfer.files];
+    getElement(Number(uploader().dataset.drop)).$refs.qRef.addFiles(files);
+  });
+}
+
+// The address of a page with what has been answered on it, so that reloading it or coming back loses nothing.
+window.studioAddress = address => history.replaceState(history.state, "", address);

@@ -10,6 +10,7 @@ from typing import final
 from nicegui import ui
 
 from bloomery.core.errors import UserError
+from bloomery.core.run_folder import is_run
 from bloomery.core.run_lock import worked_on
 from bloomery.core.text import harmless
 from bloomery.core.units import counted
@@ -32,6 +33,7 @@ class SweepSection:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.num_runs = 0  # that have a folder
         self._state: object = None
         self._is_reading = False
         with card():
@@ -64,6 +66,7 @@ class SweepSection:
             note(f"{error.problem} ({error.where}). {error.fix}", "bad")
 
     def _show(self, table: SweepTable) -> None:
+        self.num_runs = sum(is_run(run.run) for run in table.runs)
         self._badge.show(table.state)
         self._body.clear()
         with self._body:

@@ -40,6 +40,7 @@ from bloomery.data.sources.readers import (
     delimiter_of,
     read_values,
 )
+from bloomery.data.sources.sampled_cells import sample_cells
 from bloomery.data.sources.turns import refuse_media
 from bloomery.facts.columns import COLUMN_NAMES, PICTURES, ColumnUse, is_empty
 from bloomery.recipe.schema import Data, Source
@@ -505,7 +506,9 @@ def _choose(
     if any(name not in types for name in dataset.columns.values()):
         error.fix = "set data.columns={}: it maps another dataset"
     elif len(names["text"]) > 1 and role in ("messages", "text") and not tokens:
-        error.fix = two_texts_fix(names["text"], cells, pretrains=role == "text")
+        # The first row alone says little where some of its cells are empty.
+        longest_cells = sample_cells(dataset.files[0], dataset.format) or cells
+        error.fix = two_texts_fix(names["text"], longest_cells, pretrains=role == "text")
     raise error
 
 

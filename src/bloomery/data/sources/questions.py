@@ -12,11 +12,17 @@ from bloomery.facts.columns import COLUMN_NAMES, LISTS, is_empty, known_columns
 # Columns that describe a row, and are neither a prompt nor a response.
 _DESCRIPTIONS = re.compile(
     r"(.*_)?(id|ids|uuid|index|url|uri|link|date|time|timestamp|created(_at)?|lang|language|source|dataset|category|"
-    r"topic|type|name|author|user_?name|email|split|license|hash|model|status|version)"
+    r"topic|type|name|author|user_?name|email|split|license|hash|model|status|version|rating|score|stars|priority|tags?|"
+    r"no|nr|number|when|day)"
 )
 # Parts of names of responses.
 _RESPONSES = re.compile(
     r"answer|response|reply|output|target|completion|agent|assistant|bot|summary|translation|label|solution"
+)
+# Parts of names of the better and the worse one of two responses.
+_BETTER = re.compile(r"chosen|accepted|good|better|best|prefer|positive|right|correct|winn")
+_WORSE = re.compile(
+    r"reject|bad|worse|worst|dispref|non_?pref|unpref|negative|wrong|incorrect|los(er|ing)"
 )
 _TRANSCRIPT = re.compile(
     r"^\s*(SYSTEM|USER|HUMAN|Human|User|ASSISTANT|Assistant|###)\b.{0,40}?:", re.M
@@ -34,16 +40,44 @@ _TWO_RESPONSES = (
 
 
 def likely_sides(names: Sequence[str], row: Mapping[str, Any]) -> tuple[str, str]:
-    """Of two or more text columns, none of a usual name: the likeliest prompt, and the likeliest response to it."""
-    # The longest texts of the first row are likeliest, unless the name says that they describe it.
-    candidates = [name for name in names if not _DESCRIPTIONS.fullmatch(name.lower())]
+    """Of two or more text columns, none of a usual name: the likeliest prompt, and the likeliest response to it. `row`:
+    a text of each.
+    """
+    # The longest texts are likeliest, unless the name says that they describe the row.
+    candidates = [name for name in names if not describes_row(name)]
     if len(candidates) < 2:
         candidates = list(names)
-    longest = sorted(candidates, key=lambda name: -len(str(row.get(name, ""))))[:2]
-    first, second = (name for name in names if name in longest)
+    # A response that is named as the worse one of two is none to learn.
+    candidates = [name for name in candidates if not _WORSE.search(name.lower())] or candidates
+    longest = sorted(candidates, key=lambda name: -len(str(row.get(name, ""))))
+    asked = [name for name in candidates if name.lower() in COLUMN_NAMES["instruction"]]
+    if asked and len(candidates) > 1:
+        return asked[0], next(name for name in longest if name != asked[0])
+    first, second = (name for name in names if name in (longest[:2] if longest[1:] else names[:2]))
     if _RESPONSES.search(first.lower()) and not _RESPONSES.search(second.lower()):
         return second, first
     return first, second
+
+
+def describes_row(name: str) -> bool:
+    """Whether a column's name says that it is neither a prompt nor a response: an id, a date, a rating."""
+    plain = re.sub(r"\W+", "_", name.strip().lower())
+    return _DESCRIPTIONS.fullmatch(plain) is not None
+
+
+def likely_pair(names: Sequence[str], row: Mapping[str, Any]) -> tuple[str, str, str] | None:
+    """Of three or more text columns the likeliest prompt, better response and worse response, by their names; None
+    where no name says which response is worse.
+    """
+    worse = next((name for name in names if _WORSE.search(name.lower())), None)
+    rest = [name for name in names if name != worse]
+    better = next((name for name in rest if _BETTER.search(name.lower())), None)
+    if worse is None or better is None or len(rest) < 2:
+        return None
+    prompts = [name for name in rest if name != better and not describes_row(name)] or rest
+    usual = [name for name in prompts if name.lower() in COLUMN_NAMES["instruction"]]
+    prompt = usual[0] if usual else max(prompts, key=lambda name: len(str(row.get(name, ""))))
+    return None if prompt == better else (prompt, better, worse)
 
 
 def two_texts_fix(names: Sequence[str], row: Mapping[str, Any], *, pretrains: bool) -> str:
