@@ -123,7 +123,11 @@ class TestGrammar:
         begin = "" if inside else opening
         for answer in (call, '{"ok": true}'):
             rules = AnswerRules(
-                [WEATHER], parallel=True, schema=SCHEMA, thought=ThoughtFormat(*thought), inside=inside
+                [WEATHER],
+                parallel=True,
+                schema=SCHEMA,
+                thought=ThoughtFormat(*thought),
+                inside=inside,
             )
             grammar = answer_grammar(rules, HERMES, tokenizer, [end])
             texts = [f"{begin}\nhm\n{closing_mark}\n\n{answer}"] + ([] if inside else [answer])

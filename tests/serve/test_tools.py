@@ -518,7 +518,9 @@ class TestTools:
             and "takes no tools" in answer["error"]["message"]
         )
         with pytest.raises(UserError, match="form that is not supported"):
-            tool_format(lambda turns, tools: f"{tools} {'<call>probe_tool</call>' * (len(turns) - 1)}")
+            tool_format(
+                lambda turns, tools: f"{tools} {'<call>probe_tool</call>' * (len(turns) - 1)}"
+            )
 
     # Qwen's <tool_call> is an added token, and not special
     @pytest.mark.parametrize("special", [True, False])

@@ -17,10 +17,10 @@ from test_step import batch
 from torch.testing import assert_close
 
 from bloomery.core.errors import UserError
-from bloomery.model.heads import DivergenceMeasure
+from bloomery.model.heads import DivergenceMeasure, ScoreSettings
 from bloomery.model.io.weights import fresh_decoder
 from bloomery.recipe.objectives import OnPolicyDistill
-from bloomery.train.objectives.build import Objective, on_policy_head
+from bloomery.train.objectives.build import Objective, Scoring, on_policy_head
 from bloomery.train.objectives.losses import means, on_policy_loss
 from bloomery.train.step import compute_loss
 from ranks import fields, losses, on_ranks, train
@@ -31,7 +31,7 @@ FULL = {"reverse_kl": 1.0, "forward_kl": 0.0, "jsd": 0.3}  # TRL's beta of each
 def objective(teacher, *, chunk: int = 7, **settings) -> Objective:
     keys = OnPolicyDistill(kind="on_policy_distill", teacher="", jsd_beta=0.3, **settings)
     return Objective(
-        head=on_policy_head(keys, teacher, chunk),
+        head=on_policy_head(keys, teacher, Scoring(ScoreSettings(chunk))),
         loss=lambda output_4BT, batch: on_policy_loss(
             output_4BT, batch.loss_mask, sampled=keys.estimator == "sampled"
         ),

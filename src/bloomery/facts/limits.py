@@ -197,23 +197,32 @@ class Vocabulary(Protocol):
     def decode(self, ids: list[int]) -> str: ...
 
 
-def refuse_teacher_tokenizer(teacher: Vocabulary, student: Vocabulary, *, where: str) -> None:
-    """Raises UserError when an id means another token to the teacher than to the student."""
+def tokenizer_difference(teacher: Vocabulary, student: Vocabulary) -> str | None:
+    """What an id means to the teacher, where that is another token than to the student; None where all are alike."""
     if teacher.hash == student.hash:
-        return
+        return None
     shared_ids = range(min(teacher.vocab_size, student.vocab_size))
     different_id = next(
         (id_ for id_ in shared_ids if teacher.decode([id_]) != student.decode([id_])), None
     )
     if different_id is None and teacher.vocab_size == student.vocab_size:
-        return
+        return None
     difference = f"{teacher.vocab_size:,} ids, not {student.vocab_size:,}"
     if different_id is not None:
         teacher_token = teacher.decode([different_id])
         student_token = student.decode([different_id])
         difference = f"id {different_id} is {teacher_token!r}, not {student_token!r}"
-    raise UserError(
-        f"the teacher has another tokenizer: {difference}",
-        where=where,
-        fix="choose a teacher of the same family, with the same tokenizer",
-    )
+    return difference
+
+
+def refuse_teacher_tokenizer(
+    teacher: Vocabulary,
+    student: Vocabulary,
+    *,
+    where: str,
+    fix: str = "choose a teacher of the same family, with the same tokenizer",
+) -> None:
+    """Raises UserError when an id means another token to the teacher than to the student."""
+    difference = tokenizer_difference(teacher, student)
+    if difference is not None:
+        raise UserError(f"the teacher has another tokenizer: {difference}", where=where, fix=fix)

@@ -647,6 +647,16 @@ def objective_choices(
             "objective.teacher",
             Choice(f"teacher of {format_count(parameter_count(teacher))}", reason),
         )
+    if dataset is not None and (alignment := dataset.alignment) is not None:
+        aligned, alone = (
+            f"{100 * count / max(1, alignment.tokens):.1f}%"
+            for count in (alignment.aligned, alignment.alone)
+        )
+        reason = (
+            f"the teacher has another tokenizer: of {alignment.tokens:,} tokens of prompts {aligned} are in spans that"
+            f" both split at the same bytes, {alone} are such a span alone"
+        )
+        yield "objective.estimator", Choice("spans of text", reason)
     if isinstance(recipe.objective, Rollouts) and (rate := getattr(recipe.adapter, "dropout", 0.0)):
         reason = (
             f"not {rate:g}: completions are sampled without dropout, and trained on as they were"

@@ -46,7 +46,7 @@ from bloomery.facts.columns import ColumnUse
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.families import architecture_of
 from bloomery.facts.hf_config import text_part
-from bloomery.facts.limits import refuse_teacher_length, refuse_teacher_tokenizer
+from bloomery.facts.limits import refuse_teacher_length
 from bloomery.facts.pictures import could_see, is_projector, vision_of
 from bloomery.facts.published import published_config, similar_names
 from bloomery.hardware.machine import Machine
@@ -65,7 +65,8 @@ from bloomery.plan.dataset_size import OF_BYTES, DatasetSize, dataset_size, samp
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.pictures import pictures_of_prepared, pictures_of_rows, tower_in
 from bloomery.plan.store import read_plan
-from bloomery.plan.types import DatasetFacts, PictureFacts
+from bloomery.plan.teacher_texts import alignment_of, prepared_alignment, teacher_folder
+from bloomery.plan.types import DatasetFacts, PictureFacts, TextAlignment
 from bloomery.plan.unsupported import (
     refuse_misfits,
     refuse_recipe,
@@ -411,6 +412,7 @@ def prepared_facts(manifest: Manifest, recipe: Recipe, prepared: Path) -> Datase
         projector_weights=projector_weights,
         teacher_tower_weights=_teacher_tower_weights(recipe) if tower_weights else 0,
         pictures=pictures,
+        alignment=prepared_alignment(recipe, manifest, prepared),
     )
 
 
@@ -559,6 +561,7 @@ def guessed(recipe: Recipe) -> DatasetFacts | None:
         projector_weights=projector_weights,
         teacher_tower_weights=_teacher_tower_weights(recipe) if tower_weights else 0,
         pictures=checked.pictures,
+        alignment=checked.alignment,
     )
 
 
@@ -581,6 +584,7 @@ class _CheckedRows(NamedTuple):
     texts: Texts
     size: DatasetSize
     pictures: PictureFacts | None = None
+    alignment: TextAlignment | None = None
 
 
 def _checked_rows(recipe: Recipe) -> _CheckedRows:
@@ -626,21 +630,13 @@ def _checked_rows(recipe: Recipe) -> _CheckedRows:
     for document in documents:
         if document.tokens and tokenizer is not None:
             checked_tokens(document, tokenizer)
-    # The teacher, whose tokenizer is the data's own; None where it is only on the Hub.
-    taught_by = recipe.objective.taught_by
-    teacher = None if taught_by is None else cached_model(taught_by.model)
-    if (
-        teacher is not None
-        and is_bare(teacher)
-        and not any((teacher / name).is_file() for name in TOKENIZER_FILES)
-    ):
-        teacher = None
-    if tokenizer is not None and teacher is not None:
-        refuse_teacher_length(read_config(teacher), recipe.data.sequence_length, where=str(teacher))
-        refuse_teacher_tokenizer(load_tokenizer(teacher), tokenizer, where=str(teacher))
-
     # The chat template must format the conversations among them.
     examples = [row.example for row in documents if row.example is not None]
+    alignment = None
+    teacher = teacher_folder(recipe)
+    if tokenizer is not None and teacher is not None:
+        refuse_teacher_length(read_config(teacher), recipe.data.sequence_length, where=str(teacher))
+        alignment = alignment_of(recipe, teacher, tokenizer, map(_prompt_text, examples))
     measured = [
         {
             number: example
@@ -673,7 +669,13 @@ def _checked_rows(recipe: Recipe) -> _CheckedRows:
         rows_per_document=num_rows / max(1, sum(map(len, encoded))),
         sequences=size.sequences,
     )
-    return _CheckedRows(template, kinds.texts, size, pictures)
+    return _CheckedRows(template, kinds.texts, size, pictures, alignment)
+
+
+def _prompt_text(example: Example) -> str:
+    if isinstance(example.prompt, str):
+        return example.prompt
+    return "\n".join(message.content for message in example.prompt)
 
 
 def _template(

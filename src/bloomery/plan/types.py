@@ -163,6 +163,18 @@ class PictureFacts(PlanPart):
     fullest: PictureLoad
 
 
+class TextAlignment(PlanPart):
+    """A sample of texts under the tokenizers of the model and of its teacher, where these differ.
+
+    `tokens`: of the model's; `aligned`: those in spans that have the same bytes under both; `alone`: those that are
+    such a span, with one token of the teacher.
+    """
+
+    tokens: int
+    aligned: int
+    alone: int
+
+
 class DatasetFacts(PlanPart):
     """Facts of a dataset for a plan. Ids are those of the tokenizer, None when absent.
 
@@ -191,6 +203,9 @@ class DatasetFacts(PlanPart):
     teacher_tower_weights: int = 0  # numbers of a teacher's tower and projector
     pictures: PictureFacts | None = (
         None  # None also where the model's tower or its sizes are not known
+    )
+    alignment: TextAlignment | None = (
+        None  # None: a teacher has this tokenizer, or is not on this disk
     )
 
 
@@ -643,6 +658,11 @@ class RunPlan(PlanPart):
     parallel: ParallelPlan | None = None  # None: one device
     rollout: RolloutPlan | None = None  # None: steps read the dataset
     stream: StreamPlan | None = None  # None: all weights are on the device
+
+    @property
+    def aligns_texts(self) -> bool:
+        """Whether a teacher has another tokenizer, and judges spans of text."""
+        return self.dataset is not None and self.dataset.alignment is not None
 
     @property
     def step_memory(self) -> MemoryEstimate:

@@ -151,7 +151,8 @@ class TaughtByDivergence(Taught):
     )
     estimator: Literal["full", "sampled"] = key(
         "full",
-        "Sum over the vocabulary, or the log ratio of the sampled token alone as its advantage (reverse_kl).",
+        "Sum over the vocabulary, or the log ratio of the sampled token alone as its advantage (reverse_kl); of a"
+        " teacher with another tokenizer that of the sampled span of text.",
     )
     teacher_prompt_template: str | None = key(
         None,

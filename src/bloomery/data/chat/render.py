@@ -402,6 +402,31 @@ class Renderer:
         text: str = self._answered(turns, tools, prompt=False)["text"]
         return text
 
+    def space_before_answers(self) -> str:
+        """The space that the template writes between the header of an answer and its text, as that of Llama 2 does."""
+        system = Message("system", _QUESTION)
+        answers = self._process(False).read(
+            [
+                {
+                    "messages": [as_turn(message) for message in turns],
+                    "tools": [],
+                    "train_on": None,
+                    "prompt": turns[-1].role == "user",
+                    "variables": {},
+                }
+                # Some templates require a system turn.
+                for trial in (_TRIAL, (system, *_TRIAL))
+                for turns in (trial[:-1], trial)
+            ]
+        )
+        for header, whole in zip(answers[::2], answers[1::2], strict=True):
+            if "error" in header or "error" in whole:
+                continue
+            if whole["text"].startswith(header["text"]):
+                space = whole["text"].removeprefix(header["text"]).partition(_ANSWER)[0]
+                return space if space.isspace() else ""
+        return ""
+
     def _answered(
         self,
         turns: list[Json],

@@ -51,7 +51,7 @@ class EvalResult:
         """A higher reward is a lower loss."""
         metrics = {"reward": held_out.reward}
         if (taught := held_out.taught) is not None:
-            metrics |= {"divergence": taught.divergence, "agreement": taught.agreement}
+            metrics |= taught.metrics
         return cls(
             loss=-held_out.reward,
             tokens=held_out.tokens,
@@ -63,7 +63,7 @@ class EvalResult:
 
     @classmethod
     def of_divergence(cls, held_out: HeldOutDivergence) -> "EvalResult":
-        metrics = {"divergence": held_out.divergence, "agreement": held_out.agreement}
+        metrics = held_out.metrics
         if held_out.reward is not None:
             metrics["reward"] = held_out.reward
         return cls(

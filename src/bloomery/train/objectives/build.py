@@ -51,7 +51,6 @@ from bloomery.recipe.objectives import (
     SimPo,
 )
 from bloomery.train.objectives.distillation import (
-    TeacherPass,
     TeacherPlan,
     divergence_head,
     load_teacher,
@@ -77,8 +76,15 @@ from bloomery.train.objectives.losses import (
     simpo_loss,
     sum_of_terms,
 )
+from bloomery.train.objectives.text_spans import (
+    SpanScores,
+    SpanTeacherPass,
+    count_aligned_tokens,
+    span_loss,
+)
 from bloomery.train.rl.policy_loss import PolicyLoss, SamplingCorrection
 from bloomery.train.rl.ppo import PpoLoss
+from bloomery.train.rl.rollout import SPANS, TEACHER_SPANS
 
 Before = Callable[[Decoder, Sequence[Batch]], list[Batch]]
 
@@ -202,6 +208,7 @@ class ObjectiveInputs:
     """What objectives are built from. `base_scores`: None where a file has the reference log-probabilities.
 
     `load_teacher`: of a distillation alone. `together`: micro-batches that share each load of streamed weights.
+    `aligns_texts`: the teacher has another tokenizer.
     """
 
     objective: ObjectiveSection
@@ -211,6 +218,7 @@ class ObjectiveInputs:
     mesh: Mesh
     load_teacher: Callable[[], Decoder]
     together: int = 1
+    aligns_texts: bool = False
 
 
 def build_objective(
@@ -252,6 +260,7 @@ def build_objective(
         mesh,
         teacher,
         together,
+        plan.aligns_texts,
     )
     return _builder_of(plan.objective.spec)(inputs)
 
@@ -450,14 +459,14 @@ def policy(inputs: ObjectiveInputs) -> Objective:
     settings = inputs.objective
     assert isinstance(settings, Grpo | Rloo)
     loss_of = policy_loss_of(settings)
+    divergence_of = _taught_loss(settings, inputs)
     head: Callable[[Batch], Head] = policy_scoring(settings, inputs.scoring)
-    before_teacher: TeacherPass | None = None
+    before_teacher: Before | None = None
     further_terms: dict[str, tuple[float, Callable[[Batch], float]]] = {}
     if settings.teacher is not None:
-        chunk = inputs.scoring.settings.chunk
         teacher, before_teacher = teacher_of(inputs)
-        head = on_policy_head(settings, teacher, chunk, entropy=True)
-        further_terms["teacher"] = (settings.teacher_kl_coef, count_loss_tokens)
+        head = on_policy_head(settings, teacher, inputs.scoring, spans=inputs.aligns_texts)
+        further_terms["teacher"] = (settings.teacher_kl_coef, _count_taught(inputs))
     if settings.ce_coef:
         further_terms["ce"] = (settings.ce_coef, lambda batch: float(better_tokens(batch).sum()))
 
@@ -469,8 +478,7 @@ def policy(inputs: ObjectiveInputs) -> Objective:
             return rl
         terms = [LossTerm("rl", rl, 1.0)]
         if "teacher" in further_terms:
-            is_sampled = settings.estimator == "sampled"
-            divergence = on_policy_loss(results[:4], batch.loss_mask, sampled=is_sampled)
+            divergence = divergence_of(results[:4], batch)
             terms.append(LossTerm("teacher", divergence, batch.extras["scale/teacher"]))
         if "ce" in further_terms:
             cross_entropy = next_token_loss(scores_BT, better_tokens(batch))
@@ -598,40 +606,87 @@ def on_policy_distill(inputs: ObjectiveInputs) -> Objective:
     assert isinstance(settings, OnPolicyDistill)
     teacher, before = teacher_of(inputs)
     return Objective(
-        head=on_policy_head(settings, teacher, inputs.scoring.settings.chunk),
-        loss=lambda output_4BT, batch: on_policy_loss(
-            output_4BT, batch.loss_mask, sampled=settings.estimator == "sampled"
-        ),
+        head=on_policy_head(settings, teacher, inputs.scoring, spans=inputs.aligns_texts),
+        loss=_taught_loss(settings, inputs),
+        count=_count_taught(inputs),
         before=before,
         loss_unit="label",
     )
 
 
-def teacher_of(inputs: ObjectiveInputs) -> tuple[Decoder | None, TeacherPass | None]:
+def _count_taught(inputs: ObjectiveInputs) -> Callable[[Batch], float]:
+    """How many tokens of a micro-batch a teacher of completions judges."""
+    return count_aligned_tokens if inputs.aligns_texts else count_loss_tokens
+
+
+def _taught_loss(
+    settings: OnPolicyDistill | GroupRollouts, inputs: ObjectiveInputs
+) -> Callable[[Tensor, Batch], LossParts]:
+    """The divergence from the teacher, of the output of `on_policy_head`."""
+    if inputs.aligns_texts:
+        return lambda output_4BT, batch: span_loss(output_4BT, batch.loss_mask)
+    return lambda output_4BT, batch: on_policy_loss(
+        output_4BT, batch.loss_mask, sampled=settings.estimator == "sampled"
+    )
+
+
+def teacher_of(inputs: ObjectiveInputs) -> tuple[Decoder | None, Before | None]:
     """The teacher, None where the model is its own; and its pass before a step, where it has one."""
     teacher = None if inputs.objective.own_teacher is not None else inputs.load_teacher()
-    before = teacher_pass(
-        inputs.objective, teacher, precision=inputs.precision, together=inputs.together
+    before = before_of_teacher(
+        inputs.objective,
+        teacher,
+        inputs.scoring.settings,
+        precision=inputs.precision,
+        together=inputs.together,
+        spans=inputs.aligns_texts,
     )
     return teacher, before
+
+
+def before_of_teacher(
+    objective: ObjectiveSection,
+    teacher: Decoder | None,
+    settings: ScoreSettings,
+    *,
+    precision: str,
+    together: int,
+    spans: bool,
+) -> Before | None:
+    """The teacher's pass before a step, where it has one. `spans`: it has another tokenizer."""
+    if not spans:
+        return teacher_pass(objective, teacher, precision=precision, together=together)
+    assert isinstance(objective, OnPolicyDistill | GroupRollouts) and teacher is not None
+    plain = ScoreSettings(
+        settings.chunk, operators=settings.operators, temperature=objective.temperature
+    )
+    streams = teacher.weight_stream is not None
+    return SpanTeacherPass(teacher, plain, precision, together=None if streams else 1)
 
 
 def on_policy_head(
     settings: OnPolicyDistill | GroupRollouts,
     teacher: Decoder | None,
-    chunk: int,
+    scoring: Scoring,
     *,
-    entropy: bool = False,
+    spans: bool = False,
 ) -> Callable[[Batch], Head]:
-    """The head of a micro-batch of completions. `teacher`: None where the model is its own."""
+    """The head of a micro-batch of completions, with entropies next to rewards. `teacher`: None where the model is its
+    own. `spans`: it has another tokenizer.
+    """
+    has_rewards = isinstance(settings, GroupRollouts)
+    if spans:
+        of_policy = policy_scoring(settings, scoring)
+        scores = replace(of_policy, settings=replace(of_policy.settings, entropy=has_rewards))
+        return lambda batch: SpanScores(scores.label_scores(batch), batch)
     measure = DivergenceMeasure(settings.divergence, settings.temperature, settings.jsd_beta)
     return lambda batch: divergence_head(
         batch,
         teacher,
         measure,
-        chunk=chunk,
+        chunk=scoring.settings.chunk,
         at_temperature=True,
-        entropy=entropy,
+        entropy=has_rewards,
         entropy_gradient=isinstance(settings, GroupRollouts) and settings.entropy_coef > 0,
     )
 
@@ -689,4 +744,11 @@ def with_text_structure(batch: Batch, plan: RunPlan) -> Batch:
     reference = reference_of(plan.objective, plan.adapter, plan.vision.train)
     if reference.value == "precomputed" and "reference" not in batch.extras:
         batch = batch.with_extras(reference=torch.zeros_like(batch.loss_mask))
+    if plan.aligns_texts:
+        # A teacher of another tokenizer reads the same shapes; each token is a span of its own.
+        places_BT = torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens)
+        extras = {SPANS: places_BT, TEACHER_SPANS: places_BT}
+        for name in ("tokens", "labels", "loss_mask", "positions", "documents"):
+            extras[f"teacher_{name}"] = getattr(batch, name)
+        batch = batch.with_extras(**extras)
     return batch

@@ -50,7 +50,8 @@ from bloomery.train.rl.rollout import teacher_batch
 class TeacherPlan:
     """What a run's teacher is, and what it computes with: the device, the precision and the sequences of the run.
 
-    `attention`: the run's backend, which the teacher takes if it supports the teacher.
+    `attention`: the run's backend, which the teacher takes if it supports the teacher. `aligns_texts`: it may have
+    another tokenizer.
     """
 
     folder: Path
@@ -64,6 +65,7 @@ class TeacherPlan:
     attention: str
     precision: str
     device: str
+    aligns_texts: bool = False
 
     @classmethod
     def of(cls, plan: RunPlan) -> "TeacherPlan":
@@ -82,6 +84,7 @@ class TeacherPlan:
             attention=plan.model.attention,
             precision=plan.train.precision,
             device=plan.train.device,
+            aligns_texts=plan.aligns_texts,
         )
 
 
@@ -92,9 +95,10 @@ def load_teacher(plan: TeacherPlan) -> Decoder:
     Raises UserError when it cannot be read, its vocabulary differs from the dataset's, or it cannot see its pictures.
     """
     folder = plan.folder
-    refuse_teacher_tokenizer(
-        load_tokenizer(folder), load_tokenizer(plan.prepared), where=str(folder)
-    )
+    if not plan.aligns_texts:
+        refuse_teacher_tokenizer(
+            load_tokenizer(folder), load_tokenizer(plan.prepared), where=str(folder)
+        )
     attention = teacher_attention(read_config(folder), plan)
     source = saved_vision(plan.prepared)
     vision = None if source is None else teacher_vision(folder, source)

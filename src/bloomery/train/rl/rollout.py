@@ -8,11 +8,17 @@ import torch
 from torch import Tensor
 
 from bloomery.data.batch import Batch
+from bloomery.data.tokenizer.alignment import Span
 from bloomery.infer.forward import pinned
 from bloomery.plan.types import DataPlan, TrainPlan
+from bloomery.train.rl.teacher_texts import ReadCompletion
 
 DRAWN_LOGPS = "drawn_logps"  # the name of sampled log-probabilities in checkpoints
 TARGETS = ("advantages", "values", "returns")  # the fields of TokenTargets
+# In extras of a batch, int64 [B, T]: the span of text that a token is in, by the place of its first token in the row of
+# the model that trains, -1 for none; and those of the tokens that a teacher of another tokenizer reads.
+SPANS = "spans"
+TEACHER_SPANS = "teacher_spans"
 
 
 @final
@@ -35,7 +41,7 @@ class RolloutSample:
     completion. `targets`: with a value head, in place of one `advantage`. `prompt_number`: of the prompt in the run,
     from which its pictures are read again. `given`: from where to where the completion was not sampled, but given, as
     results of tools are: such tokens have no loss. `teacher_prompt_ids`: the prompt as a teacher has it, where that is
-    another one.
+    another one; `teacher_completion`: the completion as one of another tokenizer has it.
     """
 
     prompt_ids: tuple[int, ...]
@@ -48,6 +54,7 @@ class RolloutSample:
     prompt_number: int = -1
     given: tuple[tuple[int, int], ...] = ()
     teacher_prompt_ids: tuple[int, ...] | None = None
+    teacher_completion: ReadCompletion | None = None
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
@@ -57,7 +64,14 @@ class RolloutSample:
         """Tokens that it takes of a sequence: the model and its teacher have it at the same place."""
         if self.teacher_prompt_ids is None:
             return len(self)
-        return max(len(self), len(self.teacher_prompt_ids) + len(self.completion_ids))
+        return max(len(self), len(self.teacher_prompt_ids) + len(self.taught_ids))
+
+    @property
+    def taught_ids(self) -> tuple[int, ...]:
+        """The completion in tokens of the teacher."""
+        return (
+            self.completion_ids if self.teacher_completion is None else self.teacher_completion.ids
+        )
 
     @property
     def num_sampled(self) -> int:
@@ -138,6 +152,26 @@ class Rollout:
             tensors["teacher_prompt_ids"] = torch.tensor(
                 [id_ for prompt_ids in teacher_prompts for id_ in prompt_ids]
             )
+        completions = [
+            sample.teacher_completion
+            for sample in self.samples
+            if sample.teacher_completion is not None
+        ]
+        if completions:
+            tensors["teacher_completion_lengths"] = torch.tensor(
+                [len(completion.ids) for completion in completions]
+            )
+            tensors["teacher_completion_ids"] = torch.tensor(
+                [id_ for completion in completions for id_ in completion.ids], dtype=torch.int64
+            )
+            tensors["teacher_completion_spans"] = torch.tensor(
+                [
+                    (number, *span)
+                    for number, completion in enumerate(completions)
+                    for span in completion.spans
+                ],
+                dtype=torch.int64,
+            ).view(-1, 5)
         if all(sample.old_logps is not None for sample in self.samples):
             tensors["old_logps"] = torch.tensor(
                 [logp for sample in self.samples for logp in sample.old_logps or ()]
@@ -192,6 +226,18 @@ class Rollout:
         if "teacher_prompt_ids" in tensors:
             lengths = tensors["teacher_prompt_lengths"].tolist()
             teacher_prompts = list(pieces("teacher_prompt_ids", lengths))
+        teacher_completions: list[ReadCompletion | None] = [None] * len(prompts)
+        if "teacher_completion_ids" in tensors:
+            lengths = tensors["teacher_completion_lengths"].tolist()
+            spans: list[tuple[Span, ...]] = [()] * len(prompts)
+            for number, *span in tensors["teacher_completion_spans"].tolist():
+                spans[number] += (Span(*span),)
+            teacher_completions = [
+                ReadCompletion(ids, spans_of_sample)
+                for ids, spans_of_sample in zip(
+                    pieces("teacher_completion_ids", lengths), spans, strict=True
+                )
+            ]
         columns = zip(
             prompts,
             completions,
@@ -203,6 +249,7 @@ class Rollout:
             prompt_numbers,
             given,
             teacher_prompts,
+            teacher_completions,
             strict=True,
         )
         samples = tuple(RolloutSample(*column) for column in columns)
@@ -352,6 +399,8 @@ def _batch_of(
     extras = {name: torch.zeros(rows, length) for name in example.extras()}
     if example.teacher_prompt_ids is not None:
         extras |= _teacher_extras(members, length=length, rows=rows)
+    if example.teacher_completion is not None:
+        extras |= _span_extras(members, length=length, rows=rows)
     num_documents = [0] * rows
     for number, (sample, place) in enumerate(members):
         ids = torch.tensor([*sample.prompt_ids, *sample.completion_ids])
@@ -374,39 +423,56 @@ def _batch_of(
 
 def _teacher_extras(members: PlacedSamples, *, length: int, rows: int) -> dict[str, Tensor]:
     """The batch as the teacher reads it: other prompts at the same places, before the same completions."""
-    tokens, positions = (torch.zeros(rows, length, dtype=torch.int64) for _ in range(2))
+    tokens, labels, positions = (torch.zeros(rows, length, dtype=torch.int64) for _ in range(3))
     documents = torch.full((rows, length), -1)
     loss_mask = torch.zeros(rows, length)
     num_documents = [0] * rows
     for sample, place in members:
         assert sample.teacher_prompt_ids is not None
-        ids = torch.tensor([*sample.teacher_prompt_ids, *sample.completion_ids])
+        ids = torch.tensor([*sample.teacher_prompt_ids, *sample.taught_ids])
         span = slice(place.start, place.start + len(ids))
         tokens[place.row, span] = ids
+        labels[place.row, span.start : span.stop - 1] = ids[1:]
         positions[place.row, span] = torch.arange(len(ids))
         documents[place.row, span] = num_documents[place.row]
         num_documents[place.row] += 1
-        first = span.stop - 1 - len(sample.completion_ids)
+        first = span.stop - 1 - len(sample.taught_ids)
         loss_mask[place.row, first : span.stop - 1] = float(sample.has_loss)
         for start, end in sample.given:
             loss_mask[place.row, first + start : first + end] = 0.0
     return {
         "teacher_tokens": tokens,
+        "teacher_labels": labels,
         "teacher_positions": positions,
         "teacher_documents": documents,
         "teacher_loss_mask": loss_mask,
     }
 
 
+def _span_extras(members: PlacedSamples, *, length: int, rows: int) -> dict[str, Tensor]:
+    """`SPANS` and `TEACHER_SPANS`, at the positions whose labels are their tokens."""
+    numbers, teacher_numbers = (torch.full((rows, length), -1) for _ in range(2))
+    for sample, place in members:
+        assert sample.teacher_prompt_ids is not None and sample.teacher_completion is not None
+        first = completion_span(sample, place).start
+        teacher_first = place.start + len(sample.teacher_prompt_ids) - 1
+        for span in sample.teacher_completion.spans:
+            number = first + span.start
+            numbers[place.row, number : first + span.end] = number
+            teacher_span = slice(teacher_first + span.other_start, teacher_first + span.other_end)
+            teacher_numbers[place.row, teacher_span] = number
+    return {SPANS: numbers, TEACHER_SPANS: teacher_numbers}
+
+
 def teacher_batch(batch: Batch) -> Batch:
-    """The batch as a teacher reads it: its loss tokens are the same, in the same order."""
+    """The batch as a teacher reads it: its loss tokens are the same, in the same order, if it has this tokenizer."""
     if "teacher_tokens" not in batch.extras:
         return batch
-    tokens, positions, documents, loss_mask = (
+    tokens, labels, loss_mask, positions, documents = (
         batch.extras[f"teacher_{name}"]
-        for name in ("tokens", "positions", "documents", "loss_mask")
+        for name in ("tokens", "labels", "loss_mask", "positions", "documents")
     )
-    return Batch(tokens, torch.zeros_like(tokens), loss_mask, positions, documents)
+    return Batch(tokens, labels, loss_mask, positions, documents)
 
 
 def completion_span(sample: RolloutSample, place: SamplePlace) -> slice:

@@ -20,7 +20,7 @@ from bloomery.data.order import mix
 from bloomery.data.prompts import Prompt, Prompts
 from bloomery.data.shards import read_manifest
 from bloomery.data.tokenizer.templates import own_templates
-from bloomery.data.tokenizer.tokenizer import Tokenizer
+from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.infer.completions import Completion
 from bloomery.infer.sampling import Sampling, known_ids
 from bloomery.model.heads import AGREEMENT, DIVERGENCE, ScoreSettings
@@ -34,8 +34,13 @@ from bloomery.recipe.objectives import (
     Rollouts,
 )
 from bloomery.train.batch_source import SourceInputs, StepBatches
-from bloomery.train.objectives.build import Scoring, on_policy_head, policy_scoring
-from bloomery.train.objectives.distillation import TeacherPlan, load_teacher, teacher_pass
+from bloomery.train.objectives.build import (
+    Scoring,
+    before_of_teacher,
+    on_policy_head,
+    policy_scoring,
+)
+from bloomery.train.objectives.distillation import TeacherPlan, load_teacher
 from bloomery.train.rl.advantages import Advantages, advantages_of
 from bloomery.train.rl.episodes import EpisodeSampler
 from bloomery.train.rl.groups import SampledGroups, control_totals
@@ -52,6 +57,7 @@ from bloomery.train.rl.rollout_records import completion_metrics, write_completi
 from bloomery.train.rl.sampler import JointWait, Sampler
 from bloomery.train.rl.scoring import CompletionScorer, columns_of
 from bloomery.train.rl.teacher_prompts import TeacherPrompts
+from bloomery.train.rl.teacher_texts import TeacherTexts, teacher_texts
 from bloomery.train.state import TrainState
 
 REPORT_SECONDS = 1.0
@@ -84,16 +90,22 @@ class RolloutSettings:
 @dataclass(frozen=True)
 class HeldOutDivergence:
     """The mean divergence from the teacher, in nats per token of completions of held-out prompts, and the share of
-    tokens at which both think the same the likeliest.
+    tokens at which both think the same the likeliest; of a teacher with another tokenizer, in place of it the share
+    that it judges.
 
     `reward`: the mean of an environment, which training does not use; None without one.
     """
 
     divergence: float
-    agreement: float
+    share_name: Literal["agreement", "aligned"]
+    share: float
     tokens: int
     seconds: float
     reward: float | None = None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {"divergence": self.divergence, self.share_name: self.share}
 
 
 @dataclass(frozen=True)
@@ -137,6 +149,7 @@ class RolloutSource:
         episodes: EpisodeSampler | None,
         taught: PolicyScores | None,
         teacher_prompts: TeacherPrompts | None,
+        teacher_texts: TeacherTexts | None,
         tokenizer: Tokenizer,
         run_dir: Path,
         emit: Emit,
@@ -144,7 +157,7 @@ class RolloutSource:
         time_is_up: Callable[[], bool],
     ) -> None:
         """`taught`: what a teacher thinks of completions; None without one. `teacher_prompts`: those of the teacher,
-        where they are others.
+        where they are others; `teacher_texts`: how it reads completions, where it has another tokenizer.
         """
         self._state = state
         self._sampler = Sampler(
@@ -165,6 +178,7 @@ class RolloutSource:
         self._advantages = advantages
         self._taught = taught
         self._teacher_prompts = teacher_prompts
+        self._teacher_texts = teacher_texts
         self._tokenizer = tokenizer
         self._run_dir = run_dir
         self._emit = emit
@@ -234,6 +248,7 @@ class RolloutSource:
         divergence = None
         if self._taught is not None:
             samples = self._for_teacher(
+                plan,
                 prompts,
                 [
                     _sample_of(text, prompts[text.prompt], prompt_number=text.prompt)
@@ -241,13 +256,17 @@ class RolloutSource:
                 ],
                 [text.prompt for text in completions],
             )
-            divergences, agreements = self._taught.rows_of_head(
+            divergences, shares = self._taught.rows_of_head(
                 samples, MicroBatchShape.of(plan.train, plan.data), (DIVERGENCE, AGREEMENT)
             )
             num_sampled = sum(sample.num_sampled for sample in samples)
+            num_shared = sum(map(sum, shares))
+            aligns_texts = self._teacher_texts is not None
+            num_judged = num_shared if aligns_texts else num_sampled
             divergence = HeldOutDivergence(
-                sum(map(sum, divergences)) / num_sampled,
-                sum(map(sum, agreements)) / num_sampled,
+                sum(map(sum, divergences)) / max(1, num_judged),
+                "aligned" if aligns_texts else "agreement",
+                num_shared / num_sampled,
                 num_tokens,
                 time.perf_counter() - start_time,
             )
@@ -329,7 +348,7 @@ class RolloutSource:
             for text in groups.completions
         ]
         samples = self._for_teacher(
-            groups.prompts, samples, [text.prompt for text in groups.completions]
+            plan, groups.prompts, samples, [text.prompt for text in groups.completions]
         )
 
         # 3. By how much each completion, or each of its tokens, was better than expected.
@@ -395,20 +414,33 @@ class RolloutSource:
 
     def _for_teacher(
         self,
+        plan: RunPlan,
         prompts: Sequence[Prompt],
         samples: Sequence[RolloutSample],
         numbers: Sequence[int],
     ) -> list[RolloutSample]:
-        """The samples with the prompt of their teacher, where it has another one. `numbers`: of the prompt of each."""
+        """The samples as their teacher has them, where it has other prompts. `numbers`: of the prompt of each."""
         if self._teacher_prompts is None:
             return list(samples)
         ids = dict[int, tuple[int, ...]]()
         for number in numbers:
             if number not in ids:
                 ids[number] = self._teacher_prompts.ids_of(prompts[number])
-        return [
+        taught = [
             replace(sample, teacher_prompt_ids=ids[number])
             for sample, number in zip(samples, numbers, strict=True)
+        ]
+        if self._teacher_texts is None:
+            return taught
+        length = plan.data.sequence_length
+        return [
+            replace(
+                sample,
+                teacher_completion=self._teacher_texts.read(
+                    sample.completion_ids, room=length - len(ids[number])
+                ),
+            )
+            for sample, number in zip(taught, numbers, strict=True)
         ]
 
     def _step_of(
@@ -511,24 +543,36 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
     )
     taught = None
     teacher_prompts = None
+    reads_texts = None
     if isinstance(objective, OnPolicyDistill | GroupRollouts) and objective.teacher is not None:
         own = objective.own_teacher
         # The step has loaded the teacher: this is the same one.
         teacher = None if own is not None else load_teacher(TeacherPlan.of(plan))
-        head = on_policy_head(objective, teacher, plan.model.score_chunk)
+        head = on_policy_head(objective, teacher, scoring, spans=plan.aligns_texts)
         seen = RolloutPictures(plan.data.prepared, held_out)
-        before = teacher_pass(
+        before = before_of_teacher(
             objective,
             teacher,
+            scoring.settings,
             precision=plan.train.precision,
             together=plan.train.stream_micro_batches,
+            spans=plan.aligns_texts,
         )
         taught = PolicyScores(inputs.state, head, None, plan.train, seen, before)
-        if objective.teacher_prompt_template is not None:
+        teacher_tokenizer = inputs.tokenizer
+        if plan.aligns_texts:
+            teacher_tokenizer = load_tokenizer(TeacherPlan.of(plan).folder)
+            reads_texts = teacher_texts(
+                inputs.tokenizer,
+                teacher_tokenizer,
+                turns=read_manifest(plan.data.prepared).turns,
+                stop_ids=sampling_of(plan, inputs.tokenizer).stop_ids,
+            )
+        if objective.teacher_prompt_template is not None or plan.aligns_texts:
             teacher_prompts = TeacherPrompts(
                 objective.teacher_prompt_template,
                 plan.data.prepared,
-                inputs.tokenizer,
+                teacher_tokenizer,
                 longest=plan.data.sequence_length - objective.max_completion_length,
             )
             teacher_prompts.check(prompts, held_out)
@@ -574,6 +618,7 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
         pictures=pictures,
         taught=taught,
         teacher_prompts=teacher_prompts,
+        teacher_texts=reads_texts,
         tokenizer=inputs.tokenizer,
         run_dir=inputs.run_dir,
         emit=inputs.emit,

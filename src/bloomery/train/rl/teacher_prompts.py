@@ -1,7 +1,7 @@
-"""Prompts as a teacher has them: with a demonstration, or another hint that the model that trains does not get."""
+"""Prompts as a teacher has them: by its own chat template, or with a hint that the model that trains does not get."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import islice
@@ -31,14 +31,22 @@ class TeacherPrompts(AbstractContextManager["TeacherPrompts"]):
     """
 
     def __init__(
-        self, template: str, prepared: Path, tokenizer: Tokenizer, *, longest: int
+        self, template: str | None, prepared: Path, tokenizer: Tokenizer, *, longest: int
     ) -> None:
-        """`longest`: tokens of a prompt. Raises UserError for a dataset with pictures."""
+        """`template`: None for the prompts of the dataset. `tokenizer`: the teacher's. `longest`: tokens of a prompt.
+
+        Raises UserError for a dataset with pictures.
+        """
         if saved_vision(prepared) is not None:
+            problem = "another prompt of the teacher"
+            fix = f"remove {KEY}, or the pictures"
+            if template is None:
+                problem = "a teacher with another tokenizer"
+                fix = "choose a teacher with the same tokenizer, or remove the pictures"
             raise UserError(
-                "not supported yet: another prompt of the teacher in a dataset with pictures",
-                where=KEY,
-                fix=f"remove {KEY}, or the pictures",
+                f"not supported yet: {problem} in a dataset with pictures",
+                where="objective.teacher" if template is None else KEY,
+                fix=fix,
             )
         self._template = template
         self._longest = longest
@@ -66,15 +74,16 @@ class TeacherPrompts(AbstractContextManager["TeacherPrompts"]):
         """The prompt of the teacher. Raises UserError for a column that the row does not have, and for a prompt that
         leaves no room for the longest completion.
         """
-        fields = {name: _text(value) for name, value in prompt.columns.items() if value is not None}
+        columns = {
+            name: _text(value) for name, value in prompt.columns.items() if value is not None
+        }
         turns: Any
         if prompt.messages is None:
-            turns = filled(self._template, {**fields, "prompt": prompt.text}, where=KEY)
+            turns = self._filled(columns, prompt.text)
         else:
             messages = [as_message(turn) for turn in prompt.messages]
             last = max(n for n, turn in enumerate(messages) if n == 0 or turn.role == "user")
-            asked = {**fields, "prompt": messages[last].content}
-            text = filled(self._template, asked, where=KEY)
+            text = self._filled(columns, messages[last].content)
             messages[last] = replace(messages[last], content=text)
             turns = tuple(messages)
         (encoded,) = self._renderer.encode(Example(KEY, "prompt", turns, ()))
@@ -83,11 +92,16 @@ class TeacherPrompts(AbstractContextManager["TeacherPrompts"]):
             raise UserError(
                 f"the teacher's prompt has {len(encoded.ids):,} tokens, and room for {self._longest:,} next to the"
                 f" longest completion: {beginning!r}",
-                where=KEY,
+                where="objective.teacher" if self._template is None else KEY,
                 fix=f"set data.sequence_length at least {len(encoded.ids) - self._longest:,} higher, shorten the"
                 " demonstration, or set a smaller objective.max_completion_length",
             )
         return tuple(encoded.ids)
+
+    def _filled(self, columns: Mapping[str, str], prompt: str) -> str:
+        if self._template is None:
+            return prompt
+        return filled(self._template, {**columns, "prompt": prompt}, where=KEY)
 
 
 def _text(value: Any) -> str:

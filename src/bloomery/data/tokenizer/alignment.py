@@ -1,0 +1,81 @@
+"""One text under two tokenizers: the spans in which tokens of both begin and end at the same byte. No torch."""
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from bloomery.data.tokenizer.tokenizer import Tokenizer
+
+# A text that follows another one is encoded behind one of these, which keeps off the space that SentencePiece writes
+# before a text. Several, as some texts merge with some of them.
+ANCHORS = ("\n", "0", ".", "x")
+
+
+class Span(NamedTuple):
+    """Tokens `start` to `end` of one tokenizer have the bytes of tokens `other_start` to `other_end` of the other."""
+
+    start: int
+    end: int
+    other_start: int
+    other_end: int
+
+
+def aligned_spans(ends: Sequence[int], other_ends: Sequence[int]) -> list[Span]:
+    """The smallest spans from the beginning of a text on.
+
+    `ends`: the byte after each token, counted from the same place for both.
+    """
+    spans = []
+    start = other_start = 0
+    place = other_place = 0
+    while place < len(ends) and other_place < len(other_ends):
+        if ends[place] == other_ends[other_place]:
+            spans.append(Span(start, place + 1, other_start, other_place + 1))
+            start, other_start = place + 1, other_place + 1
+            place, other_place = start, other_start
+        elif ends[place] < other_ends[other_place]:
+            place += 1
+        else:
+            other_place += 1
+    return spans
+
+
+def token_ends(tokenizer: Tokenizer, ids: Iterable[int]) -> list[int]:
+    """The byte after each token, of tokens that stand for text."""
+    return list(accumulate(len(tokenizer.spelled(id_)) for id_ in ids))
+
+
+def continuing_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a text that follows another one, as far as they spell it: a normalization of Unicode may not."""
+    for anchor in ANCHORS:
+        anchor_ids = tokenizer.encode(anchor)
+        ids = tokenizer.encode(anchor + text)
+        num_anchor = len(anchor_ids)
+        spelled_anchor = b"".join(map(tokenizer.spelled, anchor_ids))
+        if ids[:num_anchor] == anchor_ids and spelled_anchor.removeprefix(b" ") == anchor.encode():
+            return _that_spell(tokenizer, ids[num_anchor:], text.encode())
+    return []
+
+
+def _that_spell(tokenizer: Tokenizer, ids: list[int], content: bytes) -> list[int]:
+    """The first ids, as long as they spell these bytes."""
+    end = 0
+    for number, id_ in enumerate(ids):
+        spelled = tokenizer.spelled(id_)
+        if not content.startswith(spelled, end):
+            return ids[:number]
+        end += len(spelled)
+    return ids
+
+
+def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """The text of the first ids, up to a control token or to bytes that are no UTF-8."""
+    sizes = tokenizer.token_bytes()
+    num_of_text = next(
+        (n for n, id_ in enumerate(ids) if id_ >= len(sizes) or not sizes[id_]), len(ids)
+    )
+    content = b"".join(map(tokenizer.spelled, ids[:num_of_text]))
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        return content[: error.start].decode()

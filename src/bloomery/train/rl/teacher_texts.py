@@ -1,0 +1,128 @@
+"""Completions as a teacher with another tokenizer reads them: its tokens of their text, and common spans. No torch."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from bloomery.core.errors import UserError
+from bloomery.data.chat.render import Renderer, chat_format
+from bloomery.data.tokenizer.alignment import (
+    Span,
+    aligned_spans,
+    continuing_ids,
+    text_of,
+    token_ends,
+)
+from bloomery.data.tokenizer.templates import own_templates
+from bloomery.data.tokenizer.tokenizer import Tokenizer
+
+
+@final
+@dataclass(frozen=True)
+class ReadCompletion:
+    """The tokens of a completion by a teacher's tokenizer, and the spans that have the same bytes under both.
+
+    A span is (start, end) of the completion's tokens, then of `ids`.
+    """
+
+    ids: tuple[int, ...]
+    spans: tuple[Span, ...]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class TeacherTexts:
+    """Reads completions of the student's tokenizer with that of the teacher.
+
+    `stop_ids`: tokens that end a completion; `end_id`: the teacher's, None for none. `space`, `teacher_space`: what the
+    chat template of each writes before an answer, which is a part of the first token's text.
+    """
+
+    student: Tokenizer
+    teacher: Tokenizer
+    stop_ids: Collection[int]
+    end_id: int | None
+    space: str = ""
+    teacher_space: str = ""
+
+    def read(self, completion_ids: Sequence[int], *, room: int) -> ReadCompletion:
+        """At most `room` tokens. Compared are spans of which both models give the same event a probability.
+
+        These have the same bytes, after the same text, and the tokens that the student's own tokenizer gives them. The
+        first bytes that are no UTF-8, and the first control token but the last one, end them.
+        """
+        # 1. The text, and the ids that each tokenizer gives it.
+        ids = list(completion_ids)
+        is_ended = bool(ids) and ids[-1] in self.stop_ids
+        ids_of_text = ids[:-1] if is_ended else ids
+        text = text_of(self.student, ids_of_text)
+        space = self.space if text.startswith(self.space) else ""
+        teacher_text = self.teacher_space + text.removeprefix(space)
+        teacher_ids = continuing_ids(self.teacher, teacher_text)[: max(0, room - 1)]
+        canonical_ids = continuing_ids(self.student, text)
+
+        # 2. Where tokens of both end, counted from the end of the spaces.
+        ends = _ends(self.student, ids_of_text, space)
+        teacher_ends = _ends(self.teacher, teacher_ids, self.teacher_space)
+        canonical_ends = _ends(self.student, canonical_ids, space)
+        canonical_place = {end: place for place, end in enumerate([0, *canonical_ends])}
+        spans = []
+        for span in aligned_spans(ends, teacher_ends):
+            # A teacher has one probability of a text, of which another spelling of the student would have a share.
+            start = canonical_place.get(ends[span.start - 1] if span.start else 0)
+            length = span.end - span.start
+            sampled = ids_of_text[span.start : span.end]
+            if start is not None and canonical_ids[start : start + length] == sampled:
+                spans.append(span)
+
+        # 3. The end of the completion, where both have read all of it.
+        size = len(text.encode()) - len(space.encode())
+        is_read = _reaches(ends, size) and _reaches(teacher_ends, size)
+        if is_ended and is_read and self.end_id is not None:
+            spans.append(Span(len(ids) - 1, len(ids), len(teacher_ids), len(teacher_ids) + 1))
+            teacher_ids = [*teacher_ids, self.end_id]
+        last = spans[-1].other_end if spans else 0
+        return ReadCompletion(tuple(teacher_ids[:last]), tuple(spans))
+
+
+def _ends(tokenizer: Tokenizer, ids: Sequence[int], space: str) -> list[int]:
+    size = len(space.encode())
+    return [end - size for end in token_ends(tokenizer, ids)]
+
+
+def _reaches(ends: Sequence[int], size: int) -> bool:
+    """Whether tokens with these ends spell a text of that many bytes."""
+    return (ends[-1] if ends else 0) == size
+
+
+def teacher_texts(
+    student: Tokenizer, teacher: Tokenizer, *, turns: bool, stop_ids: Collection[int]
+) -> TeacherTexts:
+    """`turns`: prompts are conversations, which the teacher has by its own chat template.
+
+    Raises UserError for a teacher without one.
+    """
+    if not turns:
+        return TeacherTexts(
+            student=student, teacher=teacher, stop_ids=stop_ids, end_id=teacher.eos_id
+        )
+    if not own_templates(teacher.config):
+        raise UserError(
+            "the teacher has no chat template, and the prompts are conversations",
+            where="objective.teacher",
+            fix="choose a teacher that was trained on conversations, or add a chat template to its folder",
+        )
+    with chat_format(teacher, None) as form:
+        end_id = next(iter(form.stop_ids), teacher.eos_id)
+    spaces = []
+    for tokenizer in (student, teacher):
+        with Renderer(tokenizer, template=None, train_on="assistant") as renderer:
+            spaces.append(renderer.space_before_answers())
+    return TeacherTexts(
+        student=student,
+        teacher=teacher,
+        stop_ids=stop_ids,
+        end_id=end_id,
+        space=spaces[0],
+        teacher_space=spaces[1],
+    )
