@@ -6,7 +6,7 @@ from contextlib import chdir
 from pathlib import Path
 
 import pytest
-from studio_for_tests import BOLD, TOKEN, make_run, studio_process
+from studio_for_tests import BOLD, TOKEN, episode, make_run, studio_process, write_rollout
 
 from bloomery.monitor.events import RunEnded, Warned
 from browser import PROGRAM, Browser
@@ -47,6 +47,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             checkpoint = folder_of_run / "checkpoints" / "step-00000020"
             checkpoint.mkdir(parents=True)
             (checkpoint / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+        for step in (1, 2):
+            write_rollout(Path("runs/second"), step, *(episode(reward / 4) for reward in range(4)))
     return folder
 
 

@@ -38,6 +38,38 @@ def make_run(name: str, *, end: RunEnded | None = None, events=None) -> Path:
     return folder
 
 
+def write_rollout(folder: Path, step: int, *rows: dict[str, object]) -> None:
+    """The file of completions of one rollout in the folder of a run."""
+    completions = folder / "completions"
+    completions.mkdir(exist_ok=True)
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (completions / f"step-{step:08d}.jsonl").write_text(lines, encoding="utf-8")
+    # Two files may be written within one tick of the clock of the file system.
+    os.utime(completions, ns=(step, step))
+
+
+def call(name: str, arguments: str) -> dict[str, object]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def episode(reward: float) -> dict[str, object]:
+    """A row of completions/: two calls of a tool, of which one fails, and two rewards."""
+    return {
+        "prompt": [{"role": "user", "content": "find it"}],
+        "completion": "THE WHOLE TEXT",
+        "reward": reward,
+        "rewards": {"environment": 0.0, "format": 0.5},
+        "advantage": 0.5,
+        "messages": [
+            {"role": "assistant", "content": "", "tool_calls": [call("find", '{"word": "<b>"}')]},
+            {"role": "tool", "name": "find", "content": "here " * 40},
+            {"role": "assistant", "content": "again", "tool_calls": [call("find", "[")]},
+            {"role": "tool", "name": "find", "content": '{"error": "not an object"}'},
+            {"role": "assistant", "content": "it is here"},
+        ],
+    }
+
+
 class RecordedCommands:
     """In place of Commands: what would have been started."""
 

@@ -7,8 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
-from studio_for_tests import make_run, texts_of, titles_of_charts, with_user
+from studio_for_tests import make_run, texts_of, titles_of_charts, until, with_user
 
+from bloomery.core.run_folder import RunFolder
+from bloomery.core.run_lock import hold_run_lock
 from bloomery.monitor.events import EvalDone, RunEnded, RunStarted, Warned
 from bloomery.studio.commands import Command, Commands
 from bloomery.studio.watching import Watching
@@ -167,7 +169,6 @@ def test_a_run_with_rewards_has_their_curves_and_completions() -> None:
     (folder / "completions" / "step-00000003.jsonl").write_text(lines, encoding="utf-8")
 
     async def visit(user) -> None:
-        from nicegui import ui
 
         await user.open("/run/demo")
         await user.should_see("mean over completions", retries=50)
@@ -188,12 +189,34 @@ def test_a_run_with_rewards_has_their_curves_and_completions() -> None:
         losses = [line["name"] for line in charts["Loss"]["series"]]
         assert losses == ["loss", "loss, smoothed"]  # its evaluations are minus the reward
 
-        drawer = next(e for e in user.find(ui.expansion).elements if e.text == "Completions")
-        drawer.value = True
-        await user.should_see("best: reward 2.000, advantage +1.000", retries=50)
+        await user.should_see("step 3, 3 completions: the best, a middle and the worst", retries=50)
         texts = texts_of(user)
-        assert "user: Say <i>hi</i>" in texts
+        assert {"2.000", "reward, advantage +1.000", "user: Say <i>hi</i>"} <= {*texts}
         assert "<script>alert(2)</script>" in texts
+
+    with_user(visit)
+
+
+def test_a_killed_run_has_no_progress_any_more() -> None:
+    """A kill writes no event: the page is drawn again for the status alone."""
+    started = RunStarted(
+        schema=2, version="1", parameters=1, steps=40, attention="sdpa", device="cpu"
+    )
+    folder = make_run("demo", events=[started, *(step_done(step) for step in range(1, 11))])
+
+    async def visit(user) -> None:
+        from nicegui import ui
+
+        def has_progress() -> bool:
+            bars = [e for e in user.find(ui.element).elements if "progress" in e.classes]
+            return any(bar.visible for bar in bars)
+
+        with hold_run_lock(RunFolder(folder)):
+            await user.open("/run/demo")
+            await user.should_see("running", retries=50)
+            assert has_progress()
+        await user.should_see("Post-mortem", retries=50)
+        await until(lambda: not has_progress())
 
     with_user(visit)
 

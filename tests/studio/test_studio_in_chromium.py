@@ -32,6 +32,7 @@ from runs_for_tests import step_done
 
 PAGES = {
     "run": "run/first",
+    "episodes": "run/second",
     "runs": "",
     "chat": "chat",
     "models": "models",
@@ -47,9 +48,12 @@ def open_page(browser: Browser, studio: str, page: str) -> None:
     browser.open(studio + PAGES[page])
     browser.until("!!document.querySelector('main')")
     browser.until("!document.querySelector('.q-table__linear-progress')")
-    if page in ("run", "compare"):
+    if page in ("run", "episodes", "compare"):
         browser.until("document.querySelectorAll('canvas').length >= 3")
-    elif page == "new":
+    if page == "episodes":
+        browser.until("document.querySelectorAll('.episode').length === 3")
+        browser.value("document.querySelectorAll('details')[0].open = true")
+    if page == "new":
         fill(browser, "Model", "HuggingFaceTB/SmolLM2-135M-Instruct")
         fill(browser, "Dataset", "chats.jsonl")
         shows(browser, "bloomery train smollm2-135m-instruct-lora.yaml")
@@ -215,7 +219,7 @@ def test_a_page_fits_its_window_and_has_no_serious_fault(
 def test_what_opens_on_a_page_fits_and_has_no_serious_fault(
     studio: str, browser: Browser, width: int, dark: bool
 ) -> None:
-    """Files and samples of a run, dialogs, a recipe with a mistake, and a recipe as YAML."""
+    """Files of a run, dialogs, a recipe with a mistake, and a recipe as YAML."""
 
     def check(part: str) -> None:
         time.sleep(0.5)  # animations begin
@@ -224,7 +228,7 @@ def test_what_opens_on_a_page_fits_and_has_no_serious_fault(
     faults = list[str]()
     browser.look(width=width, dark=dark)
     open_page(browser, studio, "run")
-    for title in ("Samples", "Plan", "Log", "Recipe"):
+    for title in ("Plan", "Log", "Recipe"):
         click(browser, title, kinds=".q-expansion-item .q-item")
     shows(browser, "model: {preset: go-coder-tiny}")
     check("files of a run")

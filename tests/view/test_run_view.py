@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from bloomery.monitor.events import (
 from bloomery.report.record import read_run_record
 from bloomery.view.incidents import KILLED
 from bloomery.view.reader import RunReader
-from bloomery.view.run_view import RunView
+from bloomery.view.run_view import MOST_SAMPLES, RunView
 from bloomery.view.screen import view_for_screen
 from runs_for_tests import made_up_run, step_done
 
@@ -128,9 +129,25 @@ def test_the_report_reads_every_event_once(tmp_path, monkeypatch):
 def test_what_a_view_keeps_is_bounded():
     view = view_for_screen()
     view.add_all(Warned(step=step, reason=f"warning {step}") for step in range(1000))
-    view.add_all(Sampled(step=step, prompt="a", completion="b") for step in range(1000))
     assert len(view.incidents) == 200 and view.incidents[-1].text == "warning 999"
-    assert len(view.samples) == 40
+
+
+@pytest.mark.parametrize("prompts", [1, 3, 150, 1000])
+def test_of_many_samples_the_first_the_newest_and_some_between_are_kept(prompts):
+    view = view_for_screen()
+    for step in range(1, 101):
+        for prompt in range(prompts):
+            view.add(Sampled(step=step, prompt=f"prompt {prompt}", completion=f"at {step}"))
+        assert len(view.samples) <= MOST_SAMPLES
+    steps = [sample.step for sample in view.samples]
+    assert steps == sorted(steps) and steps[-1] == 100
+    of_newest = [sample.prompt for sample in view.samples if sample.step == 100]
+    assert of_newest == [f"prompt {n}" for n in range(prompts)][-MOST_SAMPLES:]
+    if prompts < MOST_SAMPLES // 4:
+        assert steps[0] == 1
+        gaps = [later - earlier for earlier, later in pairwise(dict.fromkeys(steps))]
+        # Evenly, but that the older half of a thinned view is thinner by as much again.
+        assert len(gaps) >= 20 // prompts and max(gaps) <= 16 * prompts
 
 
 def test_a_view_is_told_of_a_skipped_step_by_its_time():

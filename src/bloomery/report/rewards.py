@@ -172,13 +172,16 @@ class ShownTurn:
 
 @dataclass(frozen=True)
 class ShownCompletion:
-    """A completion on the page. `role`: best, middle or worst of its rollout. `turns`: of an episode; else none."""
+    """A completion on the page. `role`: best, middle or worst of its rollout. `turns`: of an episode; else none.
+
+    `rewards`: of each the name, and what it gave.
+    """
 
     role: str
     prompt: str
     completion: str
     reward: str
-    rewards: str
+    rewards: tuple[tuple[str, str], ...]
     advantage: str
     ended: bool
     turns: tuple[ShownTurn, ...] = ()
@@ -262,24 +265,38 @@ def metric_points(steps: Sequence[StepDone], name: str) -> list[Point]:
 
 def shown_completions(folder: Path) -> list[tuple[str, list[ShownCompletion]]]:
     """Of the first, the middle and the last rollout of a run: the best, a middle and the worst completion."""
+    steps = rollout_steps(folder)
+    if not steps:
+        return []
+    pictures = PromptPictures(folder)
+    shown = (
+        shown_rollout(folder, step, pictures)
+        for step in dict.fromkeys((steps[0], steps[len(steps) // 2], steps[-1]))
+    )
+    return [(title, completions) for title, completions in shown if title]
+
+
+def rollout_steps(folder: Path) -> list[int]:
+    """The steps whose rollouts have a file of completions in the folder of a run, in order."""
     try:
         names = {path.name for path in (folder / "completions").iterdir()}
     except OSError:  # no rollout so far, or something else in the place of the folder
         return []
     # A copy that somebody made, such as "step-00000001 (copy).jsonl", is no rollout.
-    steps = sorted(int(match[1]) for name in names if (match := _ROLLOUT.fullmatch(name)))
-    if not steps:
-        return []
-    pictures = PromptPictures(folder)
-    shown = []
-    for step in dict.fromkeys((steps[0], steps[len(steps) // 2], steps[-1])):
-        rows, num_damaged = _rows(folder / "completions" / f"step-{step:08d}.jsonl")
-        if rows or num_damaged:
-            title = f"step {step:,}, {len(rows):,} completions"
-            if num_damaged:
-                title += f", {num_damaged:,} damaged lines left out"
-            shown.append((title, _three_of(rows, pictures)))
-    return shown
+    return sorted(int(match[1]) for name in names if (match := _ROLLOUT.fullmatch(name)))
+
+
+def shown_rollout(
+    folder: Path, step: int, pictures: "PromptPictures"
+) -> tuple[str, list[ShownCompletion]]:
+    """The title of a rollout with its best, a middle and its worst completion; "" and none where no line is left."""
+    rows, num_damaged = _rows(folder / "completions" / f"step-{step:08d}.jsonl")
+    if not rows and not num_damaged:
+        return "", []
+    title = f"step {step:,}, {len(rows):,} completions"
+    if num_damaged:
+        title += f", {num_damaged:,} damaged lines left out"
+    return title, _three_of(rows, pictures)
 
 
 _ROLLOUT = re.compile(r"step-([0-9]{8})\.jsonl")
@@ -373,10 +390,9 @@ def _shown(role: str, row: Mapping[str, Any]) -> ShownCompletion:
         prompt=_cut(str(prompt)),
         completion=_cut(row["completion"]),
         reward=_number(row.get("reward")),
-        rewards=_cut(
-            ", ".join(
-                f"{name} {_number(value)}" for name, value in islice(by_name.items(), SHOWN_REWARDS)
-            )
+        rewards=tuple(
+            (_cut(str(name)), _number(value))
+            for name, value in islice(by_name.items(), SHOWN_REWARDS)
         ),
         advantage=_number(_advantage_of(row), sign="+"),
         ended=not row.get("truncated"),

@@ -189,6 +189,48 @@ class Progress:
         self._line.style(f"width: {100 * min(max(share, 0.0), 1.0):.2f}%")
 
 
+@final
+class StepSlider:
+    """Mutable: which of some steps is looked at. The newest, also of those that come, until another one is chosen."""
+
+    def __init__(self, name: str, on_change: Callable[[], Any]) -> None:
+        """`name`: what the steps are of, for screen readers. `on_change`: somebody has chosen another step."""
+        self._steps: list[int] = []
+        self._on_change = on_change
+        with ui.element("div").classes("step-slider") as self.element:
+            self._words = text("", "span", "small")
+            self._slider = ui.slider(min=0, max=0, step=1, value=0, on_change=self._change)
+            self._slider.props(f'dense snap aria-label="{name}"')
+        self.element.visible = False
+
+    @property
+    def step(self) -> int | None:
+        """None while there is none."""
+        return self._steps[int(self._slider.value)] if self._steps else None
+
+    def show(self, steps: Sequence[int]) -> None:
+        """`steps`: in order, at least those of before."""
+        chosen = self.step
+        stays = chosen is not None and chosen != self._steps[-1] and chosen in steps
+        self._steps = list(steps)
+        self.element.visible = len(steps) > 1
+        last = max(0, len(steps) - 1)
+        self._slider.props["max"] = last
+        with self._slider.props.suspend_updates():
+            self._slider.value = steps.index(chosen) if chosen is not None and stays else last
+        self._slider.update()
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._steps:
+            place = int(self._slider.value) + 1
+            self._words.text = f"step {self.step:,}, {place} of {len(self._steps)}"
+
+    def _change(self) -> Any:
+        self._tell()
+        return self._on_change()
+
+
 @contextmanager
 def fold(title: str, *, opened: bool = False) -> Iterator[ui.expansion]:
     """A title that opens; inside the block what it hides."""

@@ -23,7 +23,8 @@ from bloomery.studio.post_mortem import PostMortemView
 from bloomery.studio.run_charts import Chart, charts_of, evaluations_of, run_figures
 from bloomery.studio.run_headline import headline, subtitle
 from bloomery.studio.run_notes_view import NotesView
-from bloomery.studio.run_sections import EventList, SampleList, drawers_of
+from bloomery.studio.run_samples import RolloutList, SampleList
+from bloomery.studio.run_sections import EventList, drawers_of
 from bloomery.studio.watching import FIRST_SECONDS, OpenRun, Watching, timeline_of
 from bloomery.view.curves import NO_POINTS
 from bloomery.view.reader import LIVE
@@ -68,7 +69,7 @@ class RunPage:
         self.opened = opened
         self.commands = commands
         self.name = opened.name
-        self._version = -1
+        self._drawn: tuple[int, str] | None = None  # lines that were read, and the status
         with ui.element("div").classes("heading"):
             with ui.element("div").classes("min-w-0"):
                 with ui.element("div").classes("toolbar"):
@@ -96,6 +97,7 @@ class RunPage:
         self._charts: dict[tuple[str, str], LineChart] = {}  # by title and first curve
         self._lead = ui.element("div").classes("w-full")
         self._progress = Progress()
+        self._rollouts = RolloutList(opened)
         self._grid = ui.element("div").classes("grid3")
         self._smoothing = DEFAULT_SMOOTHING
         self._is_logarithmic = False
@@ -145,6 +147,7 @@ class RunPage:
             self._draw()
         await self._notes.update()
         await self._post_mortem.update()
+        await self._rollouts.update()
         await self._samples.update()
         for drawer in self._drawers:
             await drawer.update()
@@ -173,11 +176,12 @@ class RunPage:
         self._evaluate.visible = not is_live and has_model
         self._chat.visible = self._export.visible = has_model
 
-        version = opened.reader.tail.read_lines
-        if version == self._version and not is_live:
+        # A run that is killed has a new status, and no new event.
+        drawn = opened.reader.tail.read_lines, status
+        if drawn == self._drawn and not is_live:
             return
-        has_events = version != self._version
-        self._version = version
+        has_events = self._drawn is None or drawn[0] != self._drawn[0]
+        self._drawn = drawn
         steps = summary.planned_steps or opened.reader.planned.steps
         self._progress.show(summary.step / steps if steps else 0.0)
         self._progress.element.visible = is_live and bool(steps)

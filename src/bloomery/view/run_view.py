@@ -26,7 +26,7 @@ from bloomery.view.step_columns import StepColumns, in_groups
 from bloomery.view.summary import RunSummary, Status, status_of_end
 
 MOST_INCIDENTS = 200
-MOST_SAMPLES = 40
+MOST_SAMPLES = 200
 MOST_SAVES = 100
 
 
@@ -40,7 +40,8 @@ class RunView:
     started: RunStarted | None = None  # the newest
     # The newest; of a report all of them.
     incidents: deque[Incident] = field(default_factory=lambda: deque(maxlen=MOST_INCIDENTS))
-    samples: deque[Sampled] = field(default_factory=lambda: deque(maxlen=MOST_SAMPLES))
+    # At most MOST_SAMPLES, in the order of the file: of many evaluations the first, the newest and some between.
+    samples: list[Sampled] = field(default_factory=list)
     saves: deque[Saved] = field(default_factory=lambda: deque(maxlen=MOST_SAVES))
     # The newest by task, metric and the model of a comparison.
     tasks: dict[tuple[str, str, str], TaskDone] = field(default_factory=dict)
@@ -72,6 +73,8 @@ class RunView:
                 self.expert_load = event
             case Sampled():
                 self.samples.append(event)
+                if len(self.samples) > MOST_SAMPLES:
+                    self.samples = _thinned(self.samples)
             case Saved():
                 self.saves.append(event)
             case TaskDone():
@@ -147,3 +150,11 @@ class RunView:
         if self.summary.stopping:
             return "stopping"
         return "running" if self.summary.recent else "starting"
+
+
+def _thinned(samples: list[Sampled]) -> list[Sampled]:
+    """Those of the first and of every second step from the newest back; the newest where one step has most of them."""
+    steps = sorted({sample.step for sample in samples})
+    kept_steps = {steps[0], *steps[::-2]}
+    kept = [sample for sample in samples if sample.step in kept_steps]
+    return kept if len(kept) <= MOST_SAMPLES else kept[-MOST_SAMPLES:]
