@@ -18,6 +18,10 @@ import docs_links
 CSS = (ROOT / "docs/stylesheets/contrast.css").read_text()
 
 
+# The theme has colors of its own for these, and those of text for the others.
+PAINTED = ("keyword", "string", "number", "function", "constant", "special")
+
+
 def color_of(name: str, *, dark: bool) -> str:
     """What the theme's name for a color comes to: a token, or a pair of its own."""
     value = re.search(rf"--md-{name}: ([^;]+);", CSS)
@@ -35,7 +39,11 @@ def test_text_has_the_contrast_that_wcag_asks_of_it(dark: bool) -> None:
     for text in ("typeset-a-color", "accent-fg-color", "typeset-color", "default-fg-color--light"):
         assert contrast(color_of(text, dark=dark), page) >= 4.5, text
     code = color_of("code-bg-color", dark=dark)
-    assert contrast(color_of("code-fg-color", dark=dark), code) >= 4.5
+    # Of every kind of word that the theme paints in code. Kinds that are not named here have the color of text.
+    painted = set(re.findall(r"--md-(code-hl-\w+-color):", CSS))
+    assert painted == {f"code-hl-{kind}-color" for kind in PAINTED}
+    for text in ("code-fg-color", "default-fg-color--light", *painted):
+        assert contrast(color_of(text, dark=dark), code) >= 4.5, text
     header = color_of("primary-fg-color", dark=dark)
     assert contrast(color_of("primary-bg-color", dark=dark), header) >= 4.5  # and tabs
 

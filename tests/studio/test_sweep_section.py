@@ -2,11 +2,12 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-from studio_for_tests import make_run, with_user
+from studio_for_tests import make_run, until, with_user
 
 from bloomery.monitor.events import TaskDone
 from bloomery.sweep.store import Score, SweepFolder
@@ -128,6 +129,20 @@ def test_a_sweep_under_way_shows_what_is_judged_and_how_it_goes_on() -> None:
         html = [element.content for element in user.find(ui.html).elements]
         assert sum("not judged yet" in content for content in html) == 1
         assert not any('class="parallel"' in content for content in html)
+
+        # One fails before it has a folder, another while it trains: both say why, and one of them has a page.
+        folder = SweepFolder(Path("runs/s").absolute())
+        shutil.rmtree(folder.path / "rate-1e-3")
+        folder.write_failure("rate-1e-3", "does not fit")
+        folder.write_failure("rate-1e-2", "<b>out of memory")
+
+        def ranking() -> str:
+            return next(e.content for e in user.find(ui.html).elements if "<table" in e.content)
+
+        await until(lambda: "failed: does not fit" in ranking())
+        assert "failed: &lt;b&gt;out of memory" in ranking()
+        assert "not judged yet" not in ranking()
+        assert ranking().count(">open</a>") == 2 and "rate-1e-3" not in ranking()
         make_sweep("t", judged=0)
         (Path("runs/t/sweep.json")).write_text("{")
         await user.open("/compare?sweep=t")

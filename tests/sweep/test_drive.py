@@ -56,14 +56,18 @@ def sweep(tmp_path, monkeypatch):
 
 
 def test_a_run_that_fails_does_not_stop_the_others_and_is_tried_again(sweep):
-    end = sweep([(1e-3, UserError("out of memory"))]).run()
+    begun = sweep([(1e-3, UserError("out of memory"))])
+    end, folder = begun.run(), begun.folder
     assert end.code == 0 and [run.value for run in end.judged] == [1e-4, 1e-2, 1e-1]
     assert [(failure.point.text, failure.reason) for failure in end.failures] == [
         ("optimizer.learning_rate=1e-3", "out of memory")
     ]
+    assert folder.read_failure("learning_rate-1e-3") == "out of memory"
+    assert folder.read_failure("learning_rate-1e-2") == ""
     sweep.started.clear()
     end = sweep().run()
     assert sweep.started == [1e-3] and len(end.judged) == 4 and not end.failures
+    assert folder.read_failure("learning_rate-1e-3") == ""
 
 
 def test_all_that_fail_are_a_failure(sweep):

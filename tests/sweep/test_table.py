@@ -51,6 +51,24 @@ def folder(tmp_path, monkeypatch) -> SweepFolder:
     return folder
 
 
+def test_a_run_that_failed_has_its_reason_until_it_has_a_figure(folder):
+    folder.write_failure(
+        "learning_rate-1e-1", "does not fit: \x1b[31m<b>token=hf_abcdefghijklmnopqrstuvwxyz012345"
+    )
+    folder.write_failure("learning_rate-1e-3", "of a try before the score")
+    table = read_sweep(folder.path)
+    failed = table.runs[-1]
+    assert failed.settings[KEY] == "1e-1" and failed.metric is None
+    assert failed.failure.startswith("does not fit: ") and "\x1b" not in failed.failure
+    assert "hf_abc" not in failed.failure
+    assert [bool(run.failure) for run in table.runs] == [False, False, False, True]
+    html = sweep_page(table, folder.path)
+    assert "failed: does not fit: " in html and "<b>token" not in html
+    assert "not judged yet" not in html
+    folder.write_failure("learning_rate-1e-1", "")
+    assert not any(run.failure for run in read_sweep(folder.path).runs)
+
+
 def test_the_table_has_the_figures_of_the_scores(folder):
     table = read_sweep(folder.path)
     assert [run.settings[KEY] for run in table.runs] == ["1e-3", "1e-4", "1e-2", "1e-1"]

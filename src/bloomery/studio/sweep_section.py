@@ -104,10 +104,14 @@ def ranking(table: SweepTable) -> str:
     ranks = {id(run): str(rank) for rank, run in enumerate(table.finished, 1)}
     for run in table.runs:
         cells = [ranks.get(id(run), "–"), *figures_of(run), *run.settings.values()]
-        link = f'<a class="nicegui-link" href="{escape(address_of(name_of(table, run)), quote=True)}">open</a>'
+        address = escape(address_of(name_of(table, run)), quote=True)
+        # A run that failed before its first step may have no folder.
+        link = f'<a class="nicegui-link" href="{address}">open</a>' if is_run(run.run) else " "
         kind = ""
         if run is table.winner:
             kind = ' class="best"'
+        elif run.failure:
+            kind = ' class="failed"'
         elif run.metric is None or run.stopped_at is not None:
             kind = ' class="early"'
         rows.append(_row("td", cells, link=link, kind=kind))
@@ -122,7 +126,7 @@ def _row(tag: str, cells: Sequence[str], *, link: str = "", kind: str = "") -> s
 
 def _state_of(folder: Path) -> object:
     """Changes with the scores and the command of a sweep."""
-    files = (folder / "sweep.json", folder / "scores")
+    files = (folder / "sweep.json", folder / "scores", folder / "failures")
     times = tuple(file.stat().st_mtime_ns if file.exists() else None for file in files)
     return times, worked_on(folder)
 

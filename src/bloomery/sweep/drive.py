@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -354,10 +354,15 @@ class Sweep:
         self, task: "Task", slot: str | None, threads: Threads | None
     ) -> Score | EndedRun | Failure:
         """The score of a task, the run where it was stopped, or why it has failed."""
+        name = task.point.name
         try:
+            self.folder.write_failure(name, "")
             return self._finish(task, slot, threads)
         except UserError as error:
             self.on_line("failed", f"{task.point.text}: {error.problem}")
+            # Where the disk is full, the line above is all that says so.
+            with suppress(UserError):
+                self.folder.write_failure(name, error.problem)
             return Failure(task.point, error.problem)
 
     def _finish(self, task: "Task", slot: str | None, threads: Threads | None) -> Score | EndedRun:

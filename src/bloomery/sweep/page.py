@@ -75,7 +75,9 @@ def sweep_page(table: SweepTable, folder: Path) -> str:
 def verdict_of(table: SweepTable) -> str:
     """Which run is best, or that the noise names none."""
     if table.best is None:
-        return "No run has been trained to its end yet."
+        failed = sum(bool(run.failure) for run in table.runs)
+        ending = f"; {failed:,} of {counted(len(table.runs), 'runs')} failed" if failed else ""
+        return f"No run has been trained to its end yet{ending}."
     if len(table.finished) == 1:
         return f"One run alone has been trained to its end: {table.best.text}."
     if table.winner is not None:
@@ -107,6 +109,8 @@ def _dot(run: SweepRun, key: str, *, is_best: bool) -> Dot:
 
 def figures_of(run: SweepRun) -> list[str]:
     """Figure, interval and p-value as texts."""
+    if run.failure:
+        return ["", f"failed: {run.failure}", ""]
     if run.metric is None:
         return ["", "not judged yet", ""]
     if run.stopped_at is not None:

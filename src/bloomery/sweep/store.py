@@ -21,6 +21,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.files import read_whole, write_durably
 from bloomery.core.run_folder import SWEEP_FILE, RunFolder
 from bloomery.core.run_lock import explained_write_errors
+from bloomery.core.text import harmless, redact_secrets
 from bloomery.evals.statistics import Scores
 from bloomery.sweep.points import Point
 
@@ -60,6 +61,28 @@ class SweepFolder:
             if step.isdecimal():
                 found[int(step)] = path
         return found
+
+    def failure_file(self, name: str) -> Path:
+        """Why the run `name` has no score, after its newest try; a text. There is none where the run goes on."""
+        return self.path / "failures" / f"{name}.txt"
+
+    def read_failure(self, name: str) -> str:
+        """ "" where the run has not failed."""
+        try:
+            text = read_whole(self.failure_file(name)).decode("utf-8", errors="replace")
+        except FileNotFoundError:
+            return ""
+        return redact_secrets(harmless(text).strip())
+
+    def write_failure(self, name: str, reason: str) -> None:
+        """`reason`: "" for a run that is tried again. Raises UserError for a full disk and its like."""
+        path = self.failure_file(name)
+        with explained_write_errors(self.path):
+            if reason:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_durably(path, reason + "\n")
+            else:
+                path.unlink(missing_ok=True)
 
     def describe(
         self,

@@ -28,6 +28,7 @@ class SweepRun:
     `settings`: what differs between the runs, as typed. `run`: its folder. `metric`: None where it has no figure yet.
     `interval`: its 95% confidence interval over the held-out items, where that is known. `p_value` and `contender`: as
     in `ranking.Row`. `stopped_at`: the step after which successive halving stopped it; its figure is that of this step.
+    `failure`: why it has no figure, where its newest try failed.
     """
 
     settings: Mapping[str, str]
@@ -37,6 +38,7 @@ class SweepRun:
     p_value: float | None = None
     contender: bool = False
     stopped_at: int | None = None
+    failure: str = ""
 
     @property
     def text(self) -> str:
@@ -65,7 +67,8 @@ class SweepRun:
 @final
 @dataclass(frozen=True)
 class SweepTable:
-    """The runs of a sweep: those trained to their end, best first; those that were stopped; those without a figure.
+    """The runs of a sweep: those trained to their end, best first; those that were stopped; those without a figure,
+    of which the failed ones come first.
 
     `metric`: eval.loss, reward or task. `p_limit`: a run with a smaller p-value is worse than the best. `command`: the
     words after `bloomery` that continue it.
@@ -195,7 +198,11 @@ def read_sweep(path: Path, *, noise: bool = True) -> SweepTable:
     table = table_of(
         folder, settings, kind, judged, in_order, lower_is_better=lower_is_better, noise=noise
     )
-    unjudged = tuple(SweepRun(settings[name], folder.path / name) for name in waiting)
+    unjudged = [
+        SweepRun(settings[name], folder.path / name, failure=folder.read_failure(name))
+        for name in waiting
+    ]
+    unjudged.sort(key=lambda run: not run.failure)
     return SweepTable(
         folder.path,
         kind,
