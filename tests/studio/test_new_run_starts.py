@@ -16,6 +16,7 @@ pytest.importorskip("nicegui", reason="the extra `studio` is not installed")
 @pytest.fixture(autouse=True)
 def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     write_rows("chats.jsonl", *[CHAT] * 40)
 
 
@@ -134,5 +135,29 @@ def test_the_address_brings_the_answers_back(monkeypatch: pytest.MonkeyPatch) ->
         assert field(user, "Dataset").value == "chats.jsonl"
         assert field(user, "first-train.epochs").value == "2"
         assert field(user, "run-name").value == "mine"
+
+    with_user(visit, RecordedCommands())
+
+
+def test_a_price_that_is_typed_once_is_in_every_plan() -> None:
+    async def visit(user) -> None:
+        await user.open("/new")
+        answer(user, "Model", MODEL)
+        answer(user, "Dataset", "chats.jsonl")
+        await settled(user)
+        set_field(user, "price", "cheap")
+        price = field(user, "price")
+        await until(lambda: "not a price per hour" in price.props.get("error-message", ""))
+        set_field(user, "price", "$360")
+        await user.should_see("at $360 per hour", retries=50)
+        # Another page knows it, and two runs cost twice as much.
+        await user.open("/new")
+        answer(user, "Model", MODEL)
+        answer(user, "Dataset", "chats.jsonl")
+        await user.should_see("at $360 per hour", retries=50)
+        set_field(user, "first-adapter.rank", "8, 16")
+        await user.should_see("2 runs, one for each combination of the values: about", retries=50)
+        set_field(user, "price", "")
+        await until(lambda: not (Path("state") / "bloomery" / "price.json").exists())
 
     with_user(visit, RecordedCommands())

@@ -29,7 +29,9 @@ from bloomery.core.units import GIB
 
 if TYPE_CHECKING:
     from bloomery.hardware.machine import Machine
+    from bloomery.plan.price import Price
     from bloomery.plan.types import (
+        Cost,
         Estimate,
         MemoryEstimate,
         ParallelPlan,
@@ -66,6 +68,13 @@ class PlanCommand(click.Command):
         return super().parse_args(ctx, joined_args)
 
 
+def price_of(option: str, text: str | None) -> "Price | None":
+    """Raises UserError."""
+    from bloomery.plan.price import read_price
+
+    return None if text is None else read_price(text, option)
+
+
 @click.command(cls=PlanCommand)
 @recipe_or_model
 @click.option(
@@ -85,6 +94,12 @@ class PlanCommand(click.Command):
     help="Plan for a node with SIZE of memory: 32GiB.",
 )
 @click.option(
+    "--price-per-hour",
+    metavar="PRICE",
+    callback=lambda _context, parameter, value: price_of(parameter.opts[0], value),
+    help="Add the cost at this price of a device: 1.99, $1.99.",
+)
+@click.option(
     "--simulate", is_flag=True, help="Simulate a step on meta tensors for its peak memory."
 )
 @click.option(
@@ -100,6 +115,7 @@ def command(
     gpus: int | None,
     nodes: int,
     host_memory: int | None,
+    price_per_hour: "Price | None",
     simulate: bool,
     verbose: bool,
     as_json: bool,
@@ -117,6 +133,7 @@ def command(
              bloomery plan go-coder-125m --gpu "RTX 3090 + RTX 3060 12GB"
              bloomery plan go-coder-125m --gpu MI300X --simulate
              bloomery plan --model Qwen/Qwen3-14B --gpu 4070 --host-memory 32GiB
+             bloomery plan qwen3-8b-qlora --gpu H100 --price-per-hour '$1.99'
     """
     from bloomery.hardware.specs import named_gpus
 
@@ -124,6 +141,10 @@ def command(
     gpu_names, gpus_per_node = named_gpus(gpu, gpus)
     loaded_recipe, source = chosen_recipe(recipe, overrides, model, data, planning=True)
     if len(gpu_names) > 1 or "all" in gpu_names:
+        if price_per_hour is not None:
+            fix = f"bloomery plan {source} --gpu MI300X --price-per-hour {price_per_hour.amount:g}"
+            problem = "--price-per-hour is that of one GPU"
+            raise UserError(problem, where="--price-per-hour", fix=fix, code=2)
         if simulate:
             fix = f"bloomery plan {source} --gpu MI300X --simulate"
             raise UserError("--simulate works with one GPU only", where="--gpu", fix=fix, code=2)
@@ -143,6 +164,7 @@ def command(
         gpus=gpus_per_node,
         nodes=nodes,
         host_memory=host_memory,
+        price=price_per_hour,
         simulate=simulate,
         verbose=verbose,
         as_json=as_json,
@@ -196,6 +218,7 @@ def show_plan(
     gpus: int = 1,
     nodes: int = 1,
     host_memory: int | None = None,
+    price: "Price | None" = None,
     simulate: bool = False,
     verbose: bool = False,
     as_json: bool = False,
@@ -203,6 +226,7 @@ def show_plan(
 ) -> int:
     """Print the plan of a recipe for this machine, its `devices` or `gpu`; 0 when it fits, 1 when it does not."""
     from bloomery.plan.notes import plan_notes
+    from bloomery.plan.price import kept_price, run_cost
     from bloomery.runs.devices import planned_report
 
     recipe = loaded_recipe.recipe
@@ -215,6 +239,9 @@ def show_plan(
         host_memory=host_memory,
     )
     plan = report.plan
+    # A price that was kept is that of this machine's devices.
+    here_price = kept_price() if gpu is None else None
+    report = report.model_copy(update={"cost": run_cost(plan, price or here_price)})
     simulation = simulated(plan, machine) if simulate else None
     exit_code = 0 if plan.fits and (simulation is None or simulation.fits) else 1
     if as_json:
@@ -320,6 +347,7 @@ def document(report: "PlanReport", machine: "Machine") -> dict[str, Any]:
             "whole_run": report.kill.whole_run,
         },
         "energy_kwh": report.energy_kwh,
+        "cost": _cost(report.cost),
         "claims": report.claims,
         "warnings": report.warnings,
         "suggestions": report.suggestions,
@@ -461,6 +489,13 @@ def _mesh(mesh: "ParallelPlan") -> dict[str, Any]:
             for index, layout in enumerate(mesh.layouts)
         ],
     }
+
+
+def _cost(cost: "Cost | None") -> dict[str, Any] | None:
+    if cost is None:
+        return None
+    names = ("currency", "per_hour", "per_million_tokens")
+    return (estimate(cost.money) or {}) | {name: getattr(cost, name) for name in names}
 
 
 def estimate(value: "Estimate | None") -> dict[str, Any] | None:

@@ -41,6 +41,7 @@ from bloomery.plan.gather import facts_of
 from bloomery.plan.lengths import in_epochs
 from bloomery.plan.mesh import undivided
 from bloomery.plan.pictures import tokens_of_sizes, tower_in
+from bloomery.plan.price import cost_text
 from bloomery.plan.resolve import resolve
 from bloomery.plan.types import (
     LayoutPlan,
@@ -541,6 +542,8 @@ def time_lines(report: PlanReport, profile: Profile) -> list[str]:
             f"{float(f'{kwh:.2g}'):,g} kWh" if kwh >= 1 else f"{float(f'{1000 * kwh:.2g}'):g} Wh"
         )
         facts.append(f"{energy} at {watts}")
+    if report.cost is not None:
+        facts.append(cost_text(report.cost))
     return joined(facts)
 
 

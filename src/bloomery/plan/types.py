@@ -758,12 +758,25 @@ class KillCost(PlanPart):
     whole_run: bool  # no checkpoint before the end is sure
 
 
+class Cost(PlanPart):
+    """What a run costs at a price that the user named. `money`: in `currency`, a sign or a code, "" where none was
+    named. `per_hour`: the price of one device for an hour, as text. `per_million_tokens`: of these, where the run's
+    length is not known yet, not of the run.
+    """
+
+    money: Estimate
+    per_hour: str
+    currency: str
+    per_million_tokens: bool = False
+
+
 class PlanReport(PlanPart):
     """A plan with the other figures of its page; no training code reads it.
 
     `step_parts`: seconds of a step by operation, empty where unknown; `disk`: bytes of shards and checkpoints;
     `pinned`: bytes of host memory that each rank pins, by purpose, without a save's;
-    `energy_kwh`: None where the board's power is unknown; `max_length`: on one device of the chosen layout, None: CPU.
+    `energy_kwh`: None where the board's power is unknown; `max_length`: on one device of the chosen layout, None: CPU;
+    `cost`: None without a price.
     """
 
     plan: RunPlan
@@ -777,3 +790,4 @@ class PlanReport(PlanPart):
     kill: KillCost
     pinned: dict[str, int]
     energy_kwh: float | None
+    cost: Cost | None = None

@@ -25,7 +25,7 @@ from bloomery.studio.components import button, card, choice, heading, note, sent
 from bloomery.studio.frame import CommandView, notify, page, starting_page, update_every
 from bloomery.studio.parallel_axes import Line, parallel_axes
 from bloomery.studio.run_charts import charts_of, evaluations_of
-from bloomery.studio.sweep_section import SweepSection, about, name_of
+from bloomery.studio.sweep_section import SweepSection, about, count_begun, name_of
 from bloomery.studio.watching import (
     FIRST_SECONDS,
     UNREAD,
@@ -119,6 +119,7 @@ async def compare_page(
         _show_choice(watching, runs, axis, folder)
         section = None
         if folder is not None:
+            num_begun = await asyncio.to_thread(count_begun, folder)
             command = CommandView(commands, sweep)
             section = SweepSection(folder)
 
@@ -126,7 +127,7 @@ async def compare_page(
                 command.update()
                 await section.update()
                 # A run that has begun gets its curves.
-                if len(runs) < min(MOST_RUNS, section.num_runs):
+                if await asyncio.to_thread(count_begun, folder) > num_begun:
                     ui.navigate.reload()
 
             update_every(UPDATE_SECONDS, update)
@@ -200,7 +201,7 @@ def _show_choice(
     title = f"Compare {counted(len(runs), 'runs')}" if runs else "Compare"
     below = ""
     if sweep is not None:
-        title, below = harmless(sweep.name), f"A sweep of {counted(len(runs), 'runs')}"
+        title, below = harmless(sweep.name), about(sweep)
     with heading(title, below):
         if sweep is not None:
             button("Compare other runs", lambda: ui.navigate.to("/compare"))

@@ -152,6 +152,7 @@ class NewRun:
                 on_save=self._save,
                 on_edit=self._apply,
                 on_name=self._name_run,
+                on_price=self._plan_again,
             )
 
     # The questions
@@ -410,6 +411,10 @@ class NewRun:
         self._sweep[key] = values
         await self._set(key, values[0])
         self.show()
+
+    async def _plan_again(self) -> None:
+        with self._changing():
+            await self._plan_text(self.text, is_typed=False)
 
     def _name_run(self, name: str) -> None:
         self._run_name = re.sub(r"[^\w.-]+", "-", name)[:80].strip("-.")

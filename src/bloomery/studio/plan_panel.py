@@ -7,9 +7,11 @@ from typing import final
 
 from nicegui import ui
 
+from bloomery.core.errors import UserError
 from bloomery.core.text import harmless
 from bloomery.core.units import format_bytes
 from bloomery.plan.page import about
+from bloomery.plan.price import keep_price, kept_price, money_text, read_price
 from bloomery.studio.components import Part, bar, chip, fact, note, text
 from bloomery.studio.frame import copy_button
 from bloomery.studio.plan_picture import PlanPicture
@@ -31,7 +33,9 @@ class PlanPanel:
         on_save: Callable[[], Awaitable[None]],
         on_edit: Callable[[str], Awaitable[None]],
         on_name: Callable[[str], None],
+        on_price: Callable[[], Awaitable[None]],
     ) -> None:
+        self._on_price = on_price
         self._on_edit = on_edit
         with ui.element("aside").classes("card plan-panel").props('aria-label="Plan"'):
             with ui.element("h2").classes("card-title"):
@@ -41,6 +45,10 @@ class PlanPanel:
                 self._verdict = ui.element("p").classes("verdict")
                 self._problem = text("", "p", "note bad").props("role=alert")
             self._content = ui.element("div").classes("plan-content")
+            self._price = ui.input("Price of a device per hour", placeholder="such as $1.99")
+            self._price.props("outlined dense stack-label").without_auto_validation()
+            self._price.classes("w-full").mark("price").on("change", self._take_price)
+            self._price.value = _price_words()
             self._name = ui.input("Name of the run").props("outlined dense stack-label")
             self._name.without_auto_validation().classes("w-full").mark("run-name")
             self._name.on("change", lambda: on_name(self._name.value or ""))
@@ -89,7 +97,7 @@ class PlanPanel:
         if picture is not None:
             with self._content:
                 self._show_picture(planned, picture, num_runs)
-        self._name.visible = picture is not None
+        self._name.visible = self._price.visible = picture is not None
         self._name.label = "Name of the run" if num_runs == 1 else "Name of the comparison"
         if self._name.value != name:
             self._name.value = name
@@ -118,6 +126,19 @@ class PlanPanel:
         self._fold.visible = bool(planned.lines)
         self._lines.text = "\n".join(planned.lines)
 
+    async def _take_price(self) -> None:
+        """Kept for this user's plans on this machine; an empty field forgets it."""
+        text = (self._price.value or "").strip()
+        try:
+            price = read_price(text, "the price") if text else None
+        except UserError as error:
+            show_mistake(self._price, f"{error.problem}: {error.fix}")
+            return
+        show_mistake(self._price, "")
+        if not keep_price(price):
+            ui.notify("the price cannot be kept: the state folder cannot be written")
+        await self._on_price()
+
     def _show_picture(self, planned: Planned, picture: PlanPicture, num_runs: int) -> None:
         parts = [
             Part(part.name, part.bytes, format_bytes(part.bytes), part.color)
@@ -132,10 +153,7 @@ class PlanPanel:
             for each in picture.facts:
                 fact(each.value, each.words)
         if num_runs > 1:
-            time = ""
-            if picture.seconds is not None:
-                time = f", about {about(num_runs * picture.seconds)} if each takes as long as the first"
-            note(f"{num_runs} runs, one for each combination of the values{time}.")
+            note(_of_several(picture, num_runs))
         if planned.suggestions and not planned.fits:
             text("What would make it smaller:", "p", "small")
         if planned.suggestions:
@@ -154,12 +172,31 @@ class PlanPanel:
             note(remark)
 
 
+def _of_several(picture: PlanPicture, num_runs: int) -> str:
+    """Time and cost of a comparison."""
+    words = f"{num_runs} runs, one for each combination of the values"
+    if picture.seconds is None:
+        return f"{words}."
+    sums = about(num_runs * picture.seconds)
+    if picture.cost is not None:
+        sums += f" and {money_text(num_runs * picture.cost.money.value, picture.cost.currency)}"
+    return f"{words}: about {sums} if each takes as long as the first."
+
+
 def _verdict(picture: PlanPicture | None, missing: str) -> None:
     if picture is None:
         text(missing, "span", "muted")
         return
     text(picture.verdict, "b", picture.tone)
     text(f", {picture.memory}")
+
+
+def _price_words() -> str:
+    try:
+        price = kept_price()
+    except UserError:  # of the variable; plans say so
+        return ""
+    return "" if price is None else price.text
 
 
 def command_line(*arguments: str) -> str:

@@ -12,7 +12,8 @@ from bloomery.plan.advise import fit_of, span
 from bloomery.plan.checkpoints import interval_text
 from bloomery.plan.learning_rates import usual_of
 from bloomery.plan.page import about
-from bloomery.plan.types import NOT_TENSORS, Fit, PlanReport, RunPlan
+from bloomery.plan.price import cost_figures
+from bloomery.plan.types import NOT_TENSORS, Cost, Fit, PlanReport, RunPlan
 from bloomery.recipe.schema import Recipe
 
 # What a legend calls parts of the estimate, the color of each, and the parts themselves.
@@ -68,6 +69,7 @@ class PlanPicture:
     saves: str
     longest: int | None  # tokens of a sequence that fit, one at a time; None: not known
     seconds: float | None = None  # of the run; None: not known
+    cost: Cost | None = None
 
 
 def picture_of(report: PlanReport, machine: Machine) -> PlanPicture:
@@ -94,6 +96,7 @@ def picture_of(report: PlanReport, machine: Machine) -> PlanPicture:
         saves=_saves(report),
         longest=None if longest is None else longest.as_planned or longest.checkpointed or None,
         seconds=None if plan.seconds is None else plan.seconds.value,
+        cost=report.cost,
     )
 
 
@@ -139,6 +142,10 @@ def _facts(report: PlanReport) -> list[PlanFact]:
     facts.append(PlanFact(format_bytes(disk), "disk, mostly checkpoints"))
     if report.energy_kwh is not None:
         facts.append(PlanFact(f"{report.energy_kwh:.2g} kWh", "electricity of the GPU"))
+    if report.cost is not None:
+        value, ends = cost_figures(report.cost)
+        unit = "per million tokens" if report.cost.per_million_tokens else ends
+        facts.append(PlanFact(value, f"{unit}, at {report.cost.per_hour} per hour"))
     return facts
 
 

@@ -20,6 +20,7 @@ from bloomery.model.io.stored import is_bare
 from bloomery.plan.gather import models_of
 from bloomery.plan.notes import is_dataset_assumed, missing_datasets, plan_notes
 from bloomery.plan.page import page
+from bloomery.plan.price import kept_price, run_cost
 from bloomery.plan.reward_code import refuse_missing_reward_files
 from bloomery.plan.types import RunPlan
 from bloomery.random_models import is_random
@@ -321,6 +322,7 @@ def planned(text: str, name: str) -> Planned:
     try:
         with system_errors_worded():
             report, machine = planned_report(loaded_recipe)
+            report = report.model_copy(update={"cost": run_cost(report.plan, kept_price())})
             refuse_missing_reward_files(recipe.rewards)
             plan = report.plan
             blockers = tuple(_blockers(recipe, plan))

@@ -33,7 +33,6 @@ class SweepSection:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.num_runs = 0  # that have a folder
         self._state: object = None
         self._is_reading = False
         with card():
@@ -66,7 +65,6 @@ class SweepSection:
             note(f"{error.problem} ({error.where}). {error.fix}", "bad")
 
     def _show(self, table: SweepTable) -> None:
-        self.num_runs = sum(is_run(run.run) for run in table.runs)
         self._badge.show(table.state)
         self._body.clear()
         with self._body:
@@ -129,6 +127,11 @@ def _state_of(folder: Path) -> object:
     files = (folder / "sweep.json", folder / "scores", folder / "failures")
     times = tuple(file.stat().st_mtime_ns if file.exists() else None for file in files)
     return times, worked_on(folder)
+
+
+def count_begun(folder: Path) -> int:
+    """The runs of a sweep that have a folder."""
+    return sum(map(is_run, folder.iterdir()))
 
 
 def about(folder: Path) -> str:
