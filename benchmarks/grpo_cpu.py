@@ -23,6 +23,7 @@ from turns import compare, judged, machine, started, table, told
 HERE = Path(__file__).parent
 SETTINGS = {  # of both sides; a rank of 0: every weight is trained
     "small": {
+        "judge": "reward",
         "batch_size": 64,
         "num_generations": 8,
         "rank": 0,
@@ -32,6 +33,7 @@ SETTINGS = {  # of both sides; a rank of 0: every weight is trained
         "micro_batches": (16, 64),  # of TRL; the first alone unless all forms are asked for
     },
     "smollm2": {
+        "judge": "reward",
         "batch_size": 32,
         "num_generations": 8,
         "rank": 16,
@@ -104,7 +106,7 @@ logging: {{trackers: [], completions: none}}
 
 def commands(folder: Path, model: str, *, all_forms: bool) -> dict[str, list[str]]:
     """Each side's program and arguments. TRL has several forms, of which the quickest counts."""
-    theirs, ours = str(HERE / "side_grpo.py"), str(HERE / "side_bloomery.py")
+    theirs, ours = str(HERE / "side_rollouts.py"), str(HERE / "side_bloomery.py")
     micro_batches = SETTINGS[model]["micro_batches"]
     forms = FORMS if all_forms else FORMS[:1]
     if not all_forms:

@@ -9,12 +9,15 @@ import gc
 import json
 import os
 import sys
+import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
 
+import psutil
 from memory_tracker import held_bytes, recording
 
 
@@ -29,6 +32,7 @@ class Cost:
     loss: float | None = None
     learned: int | None = None  # labels that the step learned from, where the side counts them
     generation_seconds: float | None = None  # of the step, where it samples what it learns from
+    children_bytes: int | None = None  # at their largest, of a step that was watched
 
 
 class Ended(Exception):
@@ -54,13 +58,18 @@ class Pace:
             self.held = held_bytes()
             self.peak = self.stack.enter_context(recording())
         Path("/proc/self/clear_refs").write_text("5")  # forget the peak of resident memory
-        self.wall, self.cpu = time.perf_counter(), time.process_time()
+        if self.watched:
+            self.children = self.stack.enter_context(watched_children())
+        self.wall, self.cpu = time.perf_counter(), cpu_seconds()
 
     def stop(self) -> None:
-        wall, cpu = time.perf_counter() - self.wall, time.process_time() - self.cpu
+        wall, cpu = time.perf_counter() - self.wall, cpu_seconds() - self.cpu
         resident = peak_resident_bytes()
         self.stack.close()
-        self.cost = Cost(wall, cpu, resident, self.held + self.peak() if self.watched else None)
+        live = self.held + self.peak() if self.watched else None
+        self.cost = Cost(wall, cpu, resident, live)
+        if self.watched:
+            self.cost.children_bytes = self.children.most
 
     def tell(
         self,
@@ -78,3 +87,45 @@ class Pace:
 def peak_resident_bytes() -> int:
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+
+def children() -> list[psutil.Process]:
+    """All that this process has started and that still run, and theirs."""
+    return psutil.Process().children(recursive=True)
+
+
+def cpu_seconds() -> float:
+    """Of this process and its threads, and of all that it has started: those that ended count for who started them."""
+    times = os.times()
+    total = time.process_time() + times.children_user + times.children_system
+    for child in children():
+        with suppress(psutil.NoSuchProcess):
+            total += sum(child.cpu_times()[:4])
+    return total
+
+
+@dataclass
+class MostMemory:
+    most: int = 0  # bytes
+
+
+@contextmanager
+def watched_children() -> Iterator[MostMemory]:
+    """The most memory that children have had at once, shared pages by share, as seen a few times a second."""
+    seen, is_over = MostMemory(), threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(0.2):
+            total = 0
+            for child in children():
+                with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                    total += child.memory_full_info().pss
+            seen.most = max(seen.most, total)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        is_over.set()
+        thread.join()

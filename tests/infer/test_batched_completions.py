@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bloomery.facts.config import DeltaNet, ModelConfig
-from bloomery.infer.completions import Completion, sample_completions
+from bloomery.infer.completions import Completion, past_of_turns, sample_completions
 from bloomery.infer.sampling import (
     NotFinite,
     Sampling,
@@ -158,6 +158,81 @@ def test_prompts_that_are_read_together_begin_as_if_each_were_alone(changes):
         assert [(text.ids, text.logps) for text in alone] == [
             (text.ids, text.logps) for text in together if text.prompt == number
         ]
+
+
+class CountingStep:
+    """A compiled step that counts what it reads."""
+
+    def __init__(self, decoder):
+        self.step = CompiledStep(decoder)
+        self.num_tokens = 0
+
+    def __call__(self, tokens, first, cache, **named):
+        self.num_tokens += sum(map(len, tokens))
+        return self.step(tokens, first, cache, **named)
+
+    def takes(self, *asked):
+        return self.step.takes(*asked)
+
+
+def turns(decoder, prompts, num_turns, *, slots, keeps):
+    """What texts become that get three tokens after each answer; a third of them is over after the first."""
+    texts = [list(ids) for ids in prompts]
+    sampled = [[] for _ in texts]
+    capacity = max(map(len, texts)) + num_turns * (SAMPLING.max_new_tokens + 3)
+    past = past_of_turns(decoder, slots, capacity) if keeps else None
+    for turn in range(num_turns):
+        playing = [place for place in range(len(texts)) if turn == 0 or place % 3]
+
+        def of_playing(asked, playing=playing, turn=turn):
+            return torch.tensor(
+                [uniform(playing[text.prompt], turn, len(text.ids)) for text in asked],
+                dtype=torch.float64,
+            )
+
+        answers = sample_completions(
+            decoder,
+            [texts[place] for place in playing],
+            1,
+            SAMPLING,
+            of_playing,
+            slots=slots,
+            limits=[SAMPLING.max_new_tokens] * len(playing),
+            past=past,
+        )
+        for place, answer in zip(playing, answers, strict=True):
+            sampled[place].append((answer.ids, answer.logps))
+            texts[place] += [*answer.ids, 7, place % 61, 8]
+    return sampled
+
+
+@pytest.mark.parametrize(
+    ("dtype", "changes"),
+    [(torch.float32, {}), (torch.bfloat16, {}), (torch.float32, WIDE_STATES)],
+    ids=["float32", "bfloat16", "states"],
+)
+def test_turns_that_keep_their_slots_are_those_that_are_read_anew(dtype, changes):
+    """To the bit; and each token is read once, as are those that prompts begin with."""
+    decoder = decoder_of(hidden_size=64, intermediate_size=128, head_dim=16, **changes).to(dtype)
+    prompts = [[*range(40), place // 4, place // 2] for place in range(12)]
+    decoder.step = step = CountingStep(decoder)
+    anew = turns(decoder, prompts, 4, slots=12, keeps=False)
+    num_anew, step.num_tokens = step.num_tokens, 0
+    assert turns(decoder, prompts, 4, slots=12, keeps=True) == anew
+    # The last token of a prompt is read for its logits, also where another has begun alike.
+    num_sampled = sum(len(ids) for text in anew for ids, _ in text)
+    num_given = 3 * sum(len(text) - 1 for text in anew)
+    num_prompts = 6 * 42 if changes else 42 + 1 + 4 * 2
+    assert step.num_tokens <= num_sampled + num_given + num_prompts < num_anew
+
+
+def test_texts_that_a_window_forgets_have_no_past_of_turns():
+    wide = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    decoder = decoder_of(sliding_window=(20, None), **wide)
+    assert past_of_turns(decoder, 4, 16) is None
+    decoder.step = CompiledStep(decoder)
+    assert past_of_turns(decoder, 4, 21) is None
+    assert past_of_turns(decoder, 4, 20) is not None
 
 
 @pytest.mark.parametrize(

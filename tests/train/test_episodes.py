@@ -1,6 +1,7 @@
 """Completions of several turns: ids, masks and what goes on between answers, with a policy that follows a script."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -60,9 +61,9 @@ class Policy:
         self.seen: list[list[list[int]]] = []
 
     def __call__(
-        self, decoder, prompts, num_generations, sampling, uniforms, *, slots, limits, on_step
+        self, decoder, prompts, num_generations, sampling, uniforms, *, slots, limits, past, on_step
     ):
-        assert num_generations == 1
+        assert num_generations == 1 and past is None
         self.seen.append([list(ids) for ids in prompts])
         texts = [Completion(number, 0) for number in range(len(prompts))]
         # The random numbers name the episodes that are asked.
@@ -106,7 +107,7 @@ def played(
     ]
     with EpisodeSampler(given, tokenizer, longest=longest) as sampler:
         completions = sampler.sample(
-            None,
+            SimpleNamespace(step=None),
             prompts,
             max(number for _, number in script) + 1,
             Sampling(max_new_tokens=new_tokens, stop_ids=(tokenizer.id_of("<|im_end|>"),)),

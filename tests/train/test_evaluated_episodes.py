@@ -55,6 +55,24 @@ def test_the_command_prints_and_writes_them(asked):
     assert "2.00 per episode" in printed.output and "25.0% failed" in printed.output
 
 
+def test_outputs_are_the_episodes(asked, tmp_path):
+    model, environment, data = asked
+    outputs = tmp_path / "episodes.jsonl"
+    words = [str(model), "--environment", environment, "--data", str(data), "--generations", "2"]
+    words += ["--max-new-tokens", "400", "--devices", "cpu", "--outputs", str(outputs), "--json"]
+    printed = CliRunner().invoke(command, words, catch_exceptions=False)
+    assert "outputs" not in json.loads(printed.stdout)
+    episodes = [json.loads(line) for line in outputs.read_text().splitlines()]
+    assert [episode["prompt"] for episode in episodes] == [
+        ROWS[place // 2]["prompt"] for place in range(4)
+    ]
+    assert [episode["reward"] for episode in episodes] == [1.0, 0.5, 0.5, 0.5]
+    assert [episode["calls"] for episode in episodes] == [1, 2, 1, 0]
+    assert [episode["failed"] for episode in episodes] == [0, 0, 1, 0]
+    roles = [turn["role"] for turn in episodes[0]["messages"]]
+    assert roles == ["assistant", "tool", "assistant"]
+
+
 REFUSED = {
     "no data": (["--environment", "a.py:B"], "--environment needs --data"),
     "a task": (

@@ -1,6 +1,7 @@
 """`bloomery eval MODEL`: loss on a text, accuracy of a reward model on preference pairs, tasks, comparisons."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.units import counted
 
 if TYPE_CHECKING:
+    from bloomery.evals.episodes import EpisodeScores
     from bloomery.evals.tasks import TaskReport
 
 
@@ -76,7 +78,10 @@ if TYPE_CHECKING:
 @click.option("--temperature", type=click.FloatRange(0), help="Sampling temperature; 0 is greedy.")
 @click.option("--seed", type=int, help="Seed of sampling. [default: 0]")
 @click.option(
-    "--outputs", metavar="FILE", type=NewPath(), help="Write the result of each item as JSON lines."
+    "--outputs",
+    metavar="FILE",
+    type=NewPath(),
+    help="Write the result of each item or episode as JSON lines.",
 )
 @trust_code_option
 @devices_option
@@ -122,7 +127,8 @@ def command(
             model,
             environment,
             data,
-            {"--task": task, "--lm-eval": lm_eval, "--against": against, "--outputs": outputs},
+            {"--task": task, "--lm-eval": lm_eval, "--against": against},
+            outputs,
             task_settings | ({} if template is None else {"template": template}),
             as_json,
             step=step,
@@ -222,6 +228,7 @@ def _evaluate_environment(
     environment: str,
     data: Path | None,
     others: dict[str, object],
+    outputs: Path | None,
     settings: dict[str, Any],
     as_json: bool,
     **options: Any,
@@ -238,6 +245,7 @@ def _evaluate_environment(
     if data is None:
         fix = "add --data FILE with a prompt per row, and the columns that its reset takes"
         raise UserError("--environment needs --data", where="--environment", fix=fix, code=2)
+    _check_outputs(outputs)
 
     from bloomery.api import evaluate_environment
 
@@ -251,8 +259,9 @@ def _evaluate_environment(
             **options,
             **settings,
         )
+    _write_outputs(outputs, scores.outputs)
     if as_json:
-        print_json(asdict(scores))
+        print_json(_without_outputs(scores))
         return
     interval = "no interval of a single prompt"
     if scores.reward_low is not None and scores.reward_high is not None:
@@ -310,10 +319,7 @@ def _evaluate_task(
     if refused_settings:
         raise _needs_task(refused_settings[0])
 
-    # The outputs are written last: a mistyped folder must not cost the evaluation.
-    if outputs is not None and not outputs.absolute().parent.is_dir():
-        folder = str(outputs.absolute().parent)
-        raise UserError("folder not found", where=folder, fix="set another --outputs", code=2)
+    _check_outputs(outputs)
 
     from bloomery.api import compare, evaluate_harness, evaluate_task
 
@@ -335,23 +341,40 @@ def _evaluate_task(
 
     for note in report.notes:
         echo(f"note: {note}", err=True)
-    if outputs is not None:
-        from bloomery.core.files import write_durably
-
-        lines = [json.dumps(output) + "\n" for output in report.outputs]
-        try:
-            write_durably(outputs, "".join(lines))
-        except OSError as error:
-            problem = f"cannot write the outputs: {error.strerror}"
-            fix = "free disk space or fix the permissions"
-            raise UserError(problem, where=str(outputs), fix=fix) from error
+    _write_outputs(outputs, report.outputs)
     if as_json:
-        document = asdict(report)
-        del document["outputs"]
-        print_json(document)
+        print_json(_without_outputs(report))
         return
     for line in _table(report):
         echo(line)
+
+
+def _check_outputs(path: Path | None) -> None:
+    """Raises UserError: outputs are written last, and a mistyped folder must not cost the evaluation."""
+    if path is not None and not path.absolute().parent.is_dir():
+        folder = str(path.absolute().parent)
+        raise UserError("folder not found", where=folder, fix="set another --outputs", code=2)
+
+
+def _write_outputs(path: Path | None, outputs: Sequence[dict[str, Any]]) -> None:
+    """Writes one line of JSON per output. Raises UserError."""
+    if path is None:
+        return
+    from bloomery.core.files import write_durably
+
+    lines = [json.dumps(output) + "\n" for output in outputs]
+    try:
+        write_durably(path, "".join(lines))
+    except OSError as error:
+        problem = f"cannot write the outputs: {error.strerror}"
+        fix = "free disk space or fix the permissions"
+        raise UserError(problem, where=str(path), fix=fix) from error
+
+
+def _without_outputs(scores: "TaskReport | EpisodeScores") -> dict[str, Any]:
+    document = asdict(scores)
+    del document["outputs"]
+    return document
 
 
 def _table(report: "TaskReport") -> list[str]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import comb
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 
@@ -13,6 +14,7 @@ from bloomery.core.progress import progress
 from bloomery.core.units import counted
 from bloomery.data.chat.render import chat_format
 from bloomery.data.order import mix
+from bloomery.data.prompts import Prompt
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.evals.rewards import read_prompts
 from bloomery.evals.statistics import shares
@@ -47,7 +49,7 @@ class EpisodeScores:
     """`reward`: the mean over prompts, with its 95% confidence interval over prompts (`interval`: how). `passed_1`: the
     share of episodes with a reward of at least 1, `passed_all`: of prompts with such an episode among all
     `generations`. `turns`, `calls`: of an episode; `failed`: the share of calls that failed. `clipped_ratio`: the share
-    of episodes that ended for want of room.
+    of episodes that ended for want of room. `outputs`: one JSON object per episode.
     """
 
     reward: float
@@ -63,6 +65,7 @@ class EpisodeScores:
     failed: float
     mean_length: float
     clipped_ratio: float
+    outputs: tuple[dict[str, Any], ...]
 
 
 def evaluate_episodes(
@@ -109,10 +112,12 @@ def evaluate_episodes(
             on_step=lambda done: progress(f"{done:,} of {counted(num_episodes, 'episodes')}"),
         )
     where = plan.environment.place or str(data)
-    return scores_of(completions, settings.generations, where=where), notes
+    return scores_of(completions, prompts, settings.generations, where=where), notes
 
 
-def scores_of(completions: Sequence[Completion], generations: int, *, where: str) -> EpisodeScores:
+def scores_of(
+    completions: Sequence[Completion], prompts: Sequence[Prompt], generations: int, *, where: str
+) -> EpisodeScores:
     """Of `generations` episodes of each prompt, in order. An episode whose environment is gone has the reward 0."""
     episodes = [_episode(completion) for completion in completions]
     if all(episode.reward is None for episode in episodes):
@@ -139,7 +144,24 @@ def scores_of(completions: Sequence[Completion], generations: int, *, where: str
         failed=sum(episode.failed for episode in episodes) / num_calls if num_calls else 0.0,
         mean_length=fmean(completion.num_sampled for completion in completions),
         clipped_ratio=fmean(completion.truncated for completion in completions),
+        outputs=tuple(
+            output_of(completion, prompts[completion.prompt]) for completion in completions
+        ),
     )
+
+
+def output_of(completion: Completion, prompt: Prompt) -> dict[str, Any]:
+    """An episode as people read it: under the names that the files of completions of a run have."""
+    episode = _episode(completion)
+    return {
+        "prompt": prompt.text if prompt.messages is None else prompt.messages,
+        "messages": episode.messages,
+        "reward": episode.reward,
+        "turns": episode.turns,
+        "calls": episode.calls,
+        "failed": episode.failed,
+        "truncated": completion.truncated,
+    }
 
 
 def pass_at(k: int, rewards: Sequence[float]) -> float:

@@ -212,6 +212,14 @@ class RunningBatch:
         self.texts += running_texts
         return updates
 
+    def go_on(self, texts: Sequence[RunningText], logits: Tensor) -> list[TextUpdate]:
+        """Begins texts whose prompts are in the first slots already, with their first tokens after `logits` [N, V]."""
+        assert self.sample_rows is not None and not self.texts
+        for text in texts:
+            self._refuse_extras_of_rows(text.constraint, text.logprobs)
+        self.texts = list(texts)
+        return self._sample(texts, [[]] * len(texts), logits)
+
     def _refuse_extras_of_rows(self, constraint: Constraint | None, logprobs: int | None) -> None:
         assert self.sample_rows is None or (constraint is None and logprobs is None), (
             "rows of completions have no grammar, and always report the log-probability of their token"

@@ -275,9 +275,18 @@ class Cache:
         for layer in self.layers:
             layer.zero(row)
 
-    def fill(self, rows: range, source: "Cache", source_slot: int) -> None:
-        """Makes each of the slots the text in a slot of another cache of the same model."""
-        length = source.lengths[source_slot]
+    def fill(
+        self, rows: range, source: "Cache", source_slot: int, length: int | None = None
+    ) -> None:
+        """Makes each of the slots the text in a slot of another cache of the same model, or its first `length` tokens.
+
+        Fewer than all only where the source's cache keeps all (`keeps_all`).
+        """
+        if length is None:
+            length = source.lengths[source_slot]
+        assert (
+            length == source.lengths[source_slot] or source.lengths[source_slot] <= source.keeps_all
+        )
         for row in rows:
             self.cut(0, row)
             self.pasts[row] = deepcopy(source.pasts[source_slot])

@@ -6,6 +6,7 @@ the episode's own seed, and the results of all episodes of a turn are waited for
 on how many run at once nor on which rank it runs.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,7 +24,8 @@ from bloomery.data.examples import Message
 from bloomery.data.order import uniform_numbers
 from bloomery.data.prompts import Prompt
 from bloomery.data.tokenizer.tokenizer import Tokenizer
-from bloomery.infer.completions import Completion, Episode, sample_completions
+from bloomery.infer.completions import Completion, Episode, past_of_turns, sample_completions
+from bloomery.infer.past import Past
 from bloomery.infer.sampling import Sampling, known_ids
 from bloomery.model.decoder import Decoder
 from bloomery.plan.types import EpisodesPlan
@@ -138,10 +140,21 @@ class EpisodeSampler:
             )
         ]
         self._begin(episodes, prompts, sampling.max_new_tokens)
-        playing = list(episodes)
-        while playing:
-            # 1. The next answer of each, as far as there is room.
-            report = partial(_report, on_step, len(episodes) - len(playing))
+
+        # Where a text keeps its slot from turn to turn, no more are played at once than there are slots.
+        capacity = max(
+            len(episode.prompt_ids) + self._room(episode, sampling.max_new_tokens)
+            for episode in episodes
+        )
+        past = past_of_turns(decoder, min(slots, len(episodes)), capacity)
+        most = len(episodes) if past is None else past.slots
+        waiting = deque(episodes)
+        playing = list[RunningEpisode]()
+        while playing or waiting:
+            # 1. The next answer of each, as far as there is room. Those that go on come first.
+            while waiting and len(playing) < most:
+                playing.append(waiting.popleft())
+            report = partial(_report, on_step, len(episodes) - len(waiting) - len(playing))
             limits = [self._room(episode, sampling.max_new_tokens) for episode in playing]
             self._answer(
                 decoder,
@@ -149,6 +162,7 @@ class EpisodeSampler:
                 sampling,
                 limits,
                 slots=slots,
+                past=past,
                 on_step=report,
             )
 
@@ -157,12 +171,11 @@ class EpisodeSampler:
                 episode
                 for episode in playing
                 if episode.calls
+                and episode.turns < self._max_turns
                 and not episode.completion.truncated
                 and self._turns.ends_turn(episode.completion.ids[-1])
             ]
-            playing = []
-            if calling and self._max_turns > calling[0].turns:
-                playing = self._call(calling, recorded, sampling.max_new_tokens)
+            playing = self._call(calling, recorded, sampling.max_new_tokens) if calling else []
 
         # 3. What the environment thinks of them.
         if self._has_environment:
@@ -214,6 +227,7 @@ class EpisodeSampler:
         limits: Sequence[int],
         *,
         slots: int,
+        past: Past | None,
         on_step: Callable[[int], None],
     ) -> None:
         assert self._turns is not None
@@ -239,6 +253,7 @@ class EpisodeSampler:
             uniforms,
             slots=slots,
             limits=limits,
+            past=past,
             on_step=on_step,
         )
         for episode, answer in zip(playing, answers, strict=True):
