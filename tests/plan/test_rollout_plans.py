@@ -197,16 +197,64 @@ def test_ranks_share_out_the_prompts():
     )
 
 
+def test_every_rank_keeps_all_completions():
+    """They are trained on by all ranks together, and each of them chooses its own in every step."""
+    sizes = [
+        planned(
+            rl(parallel={"replicate": ranks, "shard": 1}), machine(), dataset=prompts(), gpus=ranks
+        ).rollout.memory.parts["rollout"]
+        for ranks in (1, 2, 4)
+    ]
+    assert sizes[0] == sizes[1] == sizes[2] > 0
+
+
+def test_ranks_that_share_sequences_sample_their_own_prompts():
+    """And train on parts of the completions of the group."""
+    model = {"num_heads": 2, "num_kv_heads": 2, "hidden_size": 64}
+    settings = {"model": model, "train": {"micro_batch_size": 1}}
+    alone, copies, shared = (
+        planned(rl(**settings, parallel=parallel), machine(), dataset=prompts(), gpus=ranks).rollout
+        for ranks, parallel in (
+            (1, {}),
+            (2, {"replicate": 2, "shard": 1}),
+            (2, {"replicate": 2, "shard": 1, "context": 2}),
+        )
+    )
+    assert shared.slots == copies.slots == alone.slots // 2
+    assert shared.memory.parts["KV cache"] == copies.memory.parts["KV cache"]
+    tokens = prompts().tokens / 100 + alone.completion_tokens.value
+    per_sequence = int(128 / tokens)
+    for rollout, completions in ((alone, 32), (copies, 16), (shared, 32)):
+        assert rollout.micro_batches == -(-completions // per_sequence)
+
+
+def test_the_time_of_a_rollout_has_the_weights_that_shards_gather():
+    recipe = {"model": LARGE, "train": {"micro_batch_size": 1}}
+    by_shards = {
+        shards: planned(
+            rl(**recipe, parallel={"replicate": 2 // shards, "shard": shards}),
+            gpu_machine("A100 80GB SXM"),
+            dataset=prompts(),
+            gpus=2,
+        ).rollout
+        for shards in (1, 2)
+    }
+    assert "gathered weights" not in by_shards[1].seconds
+    gathered = by_shards[2].seconds["gathered weights"].value
+    copy = by_shards[2].memory.parts["whole copy"]
+    assert copy / 2 / 600e9 < gathered < copy / 2 / 50e9
+
+
 @pytest.mark.parametrize(
     ("gpu", "gpus", "fitting"),
     [
         ("T4", 2, set()),
         ("RTX 4090", 4, {"replicate"}),
-        ("A100 80GB SXM", 2, {"replicate", "shard"}),
+        ("A100 80GB SXM", 2, {"replicate", "shard", "pipeline"}),
     ],
 )
 def test_a_layout_fits_where_sampling_does_too(gpu, gpus, fitting):
-    """Shards sample with a whole copy of the weights beside their shards, and so need more than copies."""
+    """Shards and stages sample with a whole copy of the weights beside their part, and so need more than copies."""
 
     def plan_of(*edits: str):
         return planned(load_recipe("llama2-7b-rlhf", [*edits]), gpu_machine(gpu), gpus=gpus)
@@ -215,7 +263,8 @@ def test_a_layout_fits_where_sampling_does_too(gpu, gpus, fitting):
     layouts = plan.parallel.layouts
     assert {layout.name for layout in layouts if layout.memory.fits} == fitting
     for layout in layouts:
-        alone = plan_of(f"parallel.replicate={layout.replicate}", f"parallel.shard={layout.shard}")
+        keys = ("replicate", "shard", "pipeline")
+        alone = plan_of(*(f"parallel.{key}={getattr(layout, key)}" for key in keys))
         moments = (alone.rollout.memory.total, alone.rollout.training_memory.total)
         assert layout.memory.total == alone.memory.total == max(moments)
     assert plan.fits == bool(fitting)

@@ -144,6 +144,16 @@ CASES: dict[str, list[tuple[str, dict[str, Any], float]]] = {
             1e-5,
         ),
     ],
+    "objective.teacher, grpo, rloo": [
+        (
+            "prompts",
+            {
+                "objective": "grpo with a teacher",
+                "rewards": (VerifierReward(verifier="length", max_characters=6),),
+            },
+            1e-5,
+        )
+    ],
     "adapter lora": [
         ("text", {"adapter": Lora(**LORA)}, 1e-5),
         ("text", {"adapter": Lora(**LORA | {"modules_to_save": ["norms"]})}, 1e-5),
@@ -325,6 +335,10 @@ def folders(prepared, tmp_path_factory) -> dict[str, Path]:
         write_model(model_state(fresh_decoder(config, seed=seed)), config, made[name])
         load_tokenizer(prepared).save(made[name])
     made["prompts"] = write_prompts(tmp_path_factory.mktemp("prompts"))
+    # Their tokenizer is another one.
+    made["teacher of prompts"] = tmp_path_factory.mktemp("teacher")
+    write_model(model_state(fresh_decoder(CONFIG, seed=7)), CONFIG, made["teacher of prompts"])
+    load_tokenizer(made["prompts"]).save(made["teacher of prompts"])
     for kind in ("phi", "bloom"):
         made[kind] = tmp_path_factory.mktemp(kind)
         saved_model(kind, made[kind], vocab_size=300)
@@ -443,7 +457,16 @@ def plan_of(
         )
     if changes.get("objective") == "on_policy_distill":
         changes["objective"] = OnPolicyDistill(
-            kind="on_policy_distill", teacher=str(folders["teacher"]), max_completion_length=8
+            kind="on_policy_distill",
+            teacher=str(folders["teacher of prompts"]),
+            max_completion_length=8,
+        )
+    if changes.get("objective") == "grpo with a teacher":
+        changes["objective"] = Grpo(
+            kind="grpo",
+            teacher=str(folders["teacher of prompts"]),
+            num_generations=2,
+            max_completion_length=8,
         )
     if "adapter" in changes or foreign is not None:
         sections["model"] = {"source": folders[foreign or ("base, shared" if shares else "base")]}

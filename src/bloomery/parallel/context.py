@@ -1,7 +1,8 @@
 """Ranks that share each sequence: all-to-alls around attention trade tokens for heads (Ulysses, arXiv:2309.14509).
 
 Each of N neighboring ranks holds T/N tokens of a sequence through every layer. Attention alone needs them all: there a
-rank has all T tokens of 1/N of the heads. The key/value heads must divide by N.
+rank has all T tokens of 1/N of the heads. The key/value heads must divide by N. A loss of whole texts needs the few
+numbers of the head of all T tokens, too: `all_tokens`.
 
 N ranks, B batch, t tokens of a rank, T = N t tokens of a sequence, H heads of all ranks, E head width.
 """
@@ -86,3 +87,27 @@ def _differentiate(ctx: Any, gradients: Tensor) -> tuple[Tensor, None]:
 
 
 _all_to_all.register_autograd(_differentiate, setup_context=_save)
+
+
+def all_tokens(part: Tensor, mesh: Mesh) -> Tensor:
+    """Numbers of all tokens [..., T], from those of this rank [..., t], with a gradient.
+
+    Every rank of the group goes on with the same numbers, and counts an Nth of what it makes of them.
+    """
+    numbers: Tensor = _AllTokens.apply(part, mesh)  # type: ignore[no-untyped-call]  # torch's `apply`
+    return numbers
+
+
+class _AllTokens(torch.autograd.Function):
+    """Gathers; the gradient of a rank's tokens is N times its own part, as all N ranks have the same one."""
+
+    @staticmethod
+    def forward(context: Any, part: Tensor, mesh: Mesh) -> Tensor:
+        context.mesh = mesh
+        return mesh.all_gather_tokens(part)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        mesh = context.mesh
+        own_part = gradient.chunk(mesh.context, -1)[mesh.context_rank]
+        return own_part * mesh.context, None

@@ -278,6 +278,19 @@ class Mesh:
             dist.broadcast(content, source, group=self.groups.stages)
         return content
 
+    def broadcast_from_stage(self, tensor: Tensor, stage: int) -> None:
+        """In place: the tensor of that stage of this copy of the model, on all of its stages. Its bytes travel."""
+        assert self.groups is not None
+        if not tensor.numel():
+            return
+        content = tensor.view(-1).view(torch.uint8)
+        on_wire = content.cpu() if self.reduces_on_host else content
+        source = self.data_rank + stage * self.data_world
+        with self.clock.measure("pipeline", self.device, name="broadcast"):
+            dist.broadcast(on_wire, source, group=self.groups.stages)
+        if on_wire is not content:
+            content.copy_(on_wire)
+
     # ---- the ranks that share the sequences of this one
 
     @property
@@ -285,6 +298,15 @@ class Mesh:
         group = self.shared_sequences or dist.group.WORLD
         assert group is not None, "a run of one rank shares no sequence"
         return group
+
+    def all_gather_tokens(self, part: Tensor) -> Tensor:
+        """Of numbers whose last axis is this rank's tokens: those of all tokens, with the ranks that share them."""
+        if self.context == 1:
+            return part
+        parts = [torch.empty_like(part) for _ in range(self.context)]
+        with self.clock.measure("context", part.device.type, name="all_gather"):
+            dist.all_gather(parts, part.contiguous(), group=self.context_group)
+        return torch.cat(parts, -1)
 
     # ---- the ranks that divide the experts with this one
 

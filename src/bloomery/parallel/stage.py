@@ -30,3 +30,4 @@ def keep_stage(model: Decoder, stage: Stage) -> None:
     if not stage.has_head:
         backbone.register_module("norm", None)
         model.register_module("score" if model.config.head == "values" else "lm_head", None)
+        model.value_head = None

@@ -483,11 +483,9 @@ def _computed_parts(
     workload: MeshWorkload, split: MeshSplit, step: StepShape, sequences: int
 ) -> PartSeconds | None:
     """`layout_parts` of the micro-batches that are computed: packed completions need fewer than sequences would."""
-    parts = layout_parts(workload, split, step, sequences)
-    if parts is None or workload.rollout_moments is None:
-        return parts
-    packed = workload.rollout_moments.packed_sequences(step, split)
-    return {name: part.scaled(packed / sequences) for name, part in parts.items()}
+    if workload.rollout_moments is not None:
+        sequences = workload.rollout_moments.packed_sequences(step, split)
+    return layout_parts(workload, split, step, sequences)
 
 
 def undivided(sequences: int, readers: str) -> str:

@@ -388,6 +388,7 @@ def _choose_step(
                     workload.step_memory(best.split, best_step),
                     split=best.split,
                     step_seconds=best.seconds,
+                    fabric=workload.fabric,
                 )
             choice, stream_plan = streaming.on_replicas(
                 recipe, estimator, best_step, step_tokens=best.sequences * length, per_node=gpus

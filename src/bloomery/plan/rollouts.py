@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from bloomery.facts.counting import parameter_count
 from bloomery.plan.estimate import speed
+from bloomery.plan.estimate.fabric import Fabric, gather_seconds
 from bloomery.plan.estimate.measured import StepEstimator
 from bloomery.plan.estimate.mesh import ONE_DEVICE, MeshSplit
 from bloomery.plan.estimate.rollouts import (
@@ -13,8 +14,10 @@ from bloomery.plan.estimate.rollouts import (
     generation_seconds,
     reward_seconds,
     sampling_memory,
+    whole_copy_bytes,
     with_stored_rollout,
 )
+from bloomery.plan.estimate.stages import most_kept_bytes
 from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.gather import Facts
 from bloomery.plan.types import DatasetFacts, Estimate, MemoryEstimate, RolloutPlan, RunPlan
@@ -85,7 +88,7 @@ class RolloutMoments:
         return self.objective.num_iterations * self.objective.steps_per_generation
 
     def shape(self, step: StepShape, split: MeshSplit = ONE_DEVICE) -> RolloutShape:
-        """The rollout of the rank that samples most completions."""
+        """The rollout of the rank that samples most completions. All ranks sample, whatever they train on."""
         objective = self.objective
         dataset = self.dataset
         # Without a dataset prompts may fill what completions leave of a sequence.
@@ -100,7 +103,9 @@ class RolloutMoments:
         return RolloutShape(
             step=step,
             reward_parameters=self.reward_parameters,
-            num_prompts=-(-self.num_prompts // (split.replicate * split.shard)),
+            num_prompts=-(-self.num_prompts // (split.replicate * split.shard * split.pipeline)),
+            trained_completions=-(-self.num_completions // split.data_parallel),
+            all_completions=self.num_completions,
             num_generations=objective.num_generations,
             num_steps=self.num_steps,
             steps_per_pass=objective.steps_per_generation,
@@ -111,7 +116,7 @@ class RolloutMoments:
             filters=objective.top_p < 1 or objective.top_k is not None or objective.min_p > 0,
             scored_passes=int(self.num_steps > 1 or has_penalty or has_values) + int(has_penalty),
             has_values=has_values,
-            sharded=split.shard > 1,
+            whole_copy=split.shard * split.pipeline > 1,
         )
 
     def memories(
@@ -122,7 +127,12 @@ class RolloutMoments:
         `step_memory`: of the step alone.
         """
         shape = self.shape(step, split)
-        return with_stored_rollout(shape, step_memory), sampling_memory(shape, step_memory)
+        training = with_stored_rollout(shape, step_memory)
+        # The stage that needs most in a step may keep less than another one while both sample.
+        if split.pipeline > 1:
+            parts = step_memory.parts | most_kept_bytes(step, split)
+            step_memory = step_memory.model_copy(update={"parts": parts})
+        return training, sampling_memory(shape, step_memory)
 
     def peak(
         self, step: StepShape, step_memory: MemoryEstimate, split: MeshSplit = ONE_DEVICE
@@ -144,10 +154,12 @@ def plan_rollout(
     *,
     split: MeshSplit,
     step_seconds: Estimate | None,
+    fabric: Fabric | None = None,
 ) -> RolloutPlan:
     """On one device or in the chosen split of several.
 
     `step_memory`: of the step alone. `step_seconds`: of its packed micro-batches, None where the device is unknown.
+    `fabric`: over which several devices gather weights.
     """
     shape = moments.shape(step, split)
     training, sampling = moments.memories(step, step_memory, split)
@@ -175,6 +187,12 @@ def plan_rollout(
             "rewards": reward_seconds(shape, moments.num_completions),
             "update": update,
         }
+        if shape.whole_copy and fabric is not None:
+            gathering = gather_seconds(
+                whole_copy_bytes(shape), fabric, calls=len(step.model.shapes)
+            )
+            gathered = Estimate(value=gathering, low=gathering, high=gathering, origin="table")
+            seconds["gathered weights"] = gathered.scaled(1 / shape.num_steps)
         if shape.scored_passes:
             share = FORWARD_SHARE[step.mode.frozen] / moments.objective.num_iterations
             seconds["log-probabilities"] = update.scaled(share * shape.scored_passes)

@@ -697,9 +697,8 @@ TRANSFORMERS_LAYERS = "layers of transformers"
 # as in Gemma 4's small models
 SHARED_BY_LAYERS = "keys of another layer, inputs of each layer"
 ALL_PARAMETERS = "PEFT ranks and replaces whole matrices, and each device holds some rows of them"
-SAMPLES_WITH_WHOLE_MODEL = (
-    "each device samples completions with a whole model, which a stage does not have"
-)
+WHOLE_TEACHER = "the teacher is not cut into stages"
+TEACHER_READS_ALL = "the teacher reads whole sequences"
 WHOLE_TEXTS = "its loss is one per response, and each device has a part of the response"
 OTHER_COMPLETIONS = "each device samples completions of other lengths, with a whole model"
 OTHER_ROWS = "each step exchanges other numbers of rows, and blocks would be compiled again"
@@ -734,20 +733,11 @@ def _objective_features() -> Iterator[Feature]:
     for specs in alike.values():
         kinds = tuple(spec.kind for spec in specs)
         row = Feature(f"objective {', '.join(kinds)}", partial(_has_objective, kinds=kinds))
-        if specs[0].samples:
-            yield replace(
-                row,
-                pipeline=SAMPLES_WITH_WHOLE_MODEL,
-                context="each device packs the completions that it trains on by itself",
-            )
-        elif specs[0].extra_forwards:
-            yield replace(
-                row,
-                pipeline="the teacher is not cut into stages",
-                context="the teacher reads whole sequences",
-            )
+        if specs[0].extra_forwards:
+            yield replace(row, pipeline=WHOLE_TEACHER, context=TEACHER_READS_ALL)
         else:
-            yield replace(row, context=WHOLE_TEXTS if specs[0].numbers_texts else "")
+            is_shared = specs[0].samples or not specs[0].numbers_texts
+            yield replace(row, context="" if is_shared else WHOLE_TEXTS)
 
 
 def _optimizer_features() -> Iterator[Feature]:
@@ -771,6 +761,12 @@ def _optimizer_setting_features() -> Iterator[Feature]:
 
 FEATURES: tuple[Feature, ...] = (
     *_objective_features(),
+    Feature(
+        "objective.teacher, grpo, rloo",
+        lambda r: isinstance(r.objective, GroupRollouts) and r.objective.teacher is not None,
+        pipeline=WHOLE_TEACHER,
+        context=TEACHER_READS_ALL,
+    ),
     Feature("adapter lora", lambda r: _lora(r) is not None),
     Feature(
         "adapter dora",

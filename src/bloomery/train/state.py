@@ -138,15 +138,25 @@ class TrainState:
         """The live tensors of a checkpoint to resume from, by part. Call it inside `averaged`."""
         # Inside `averaged` the model and its average have changed places: the average holds the trained weights.
         trained = {} if self.average is None else {TRAINED: self.average.tensors}
-        rollout = self._unfinished_rollout
         return {
             **self.model_parts(),
             **self.checkpointed_model.resume_parts(),
             **trained,
-            **({} if rollout is None else {ROLLOUT: rollout.tensors()}),
-            **({PROMPTS: prompts} if (prompts := self.prompt_history.tensors()) else {}),
+            **self._rollout_parts,
             **self._value_head_part,
             OPTIMIZER: self.optimizer.named_tensors(),
+        }
+
+    @property
+    def _rollout_parts(self) -> Parts:
+        """Every rank has the same: of a pipeline the first stage hands them in."""
+        if self.model_and_optimizer.mesh.stage > 0:
+            return {}
+        rollout = self._unfinished_rollout
+        prompts = self.prompt_history.tensors()
+        return {
+            **({} if rollout is None else {ROLLOUT: rollout.tensors()}),
+            **({PROMPTS: prompts} if prompts else {}),
         }
 
     @property

@@ -26,7 +26,13 @@ from bloomery.plan.types import TrainPlan
 from bloomery.train.balance import Loads, StepBalance, step_balance
 from bloomery.train.diagnostics.step_health import HealthCheck
 from bloomery.train.objectives.build import Objective
-from bloomery.train.objectives.losses import LARGEST, LEAST, LossParts, joined_metrics
+from bloomery.train.objectives.losses import (
+    LARGEST,
+    LEAST,
+    LossParts,
+    joined_metrics,
+    no_metric,
+)
 from bloomery.train.optim.average import WeightAverage
 from bloomery.train.optim.build import OptimizersContainer
 from bloomery.train.optim.common import float32_norm, scale_gradients
@@ -263,9 +269,12 @@ def compute_losses(
             for output, batch in zip(outputs, batches, strict=True)
         ]
     # The loss of no scores at all has the names of the metrics, which every rank needs for their sum.
-    names = objective.loss(torch.zeros_like(batches[0].loss_mask), batches[0]).metrics
+    mask_BT = batches[0].loss_mask
+    no_scores = mask_BT.new_zeros((*objective.rows, *mask_BT.shape))
     zero = outputs[0].head.new_zeros(())
-    metrics = {name: zero.new_zeros(2) for name in names}
+    metrics = {
+        name: no_metric(name, zero) for name in objective.loss(no_scores, batches[0]).metrics
+    }
     return [LossParts(output.head, zero, metrics, output.loads) for output in outputs]
 
 

@@ -53,13 +53,17 @@ LANES = 16  # the compiled step pads the rank of LoRA to so many
 class RolloutShape:
     """The properties of a rollout that determine its memory and its time, on one rank.
 
-    `step`: the training step, with its micro-batch. `longest_prompt` in tokens; `prompt_tokens` and `completion_tokens`
-    on average. `steps_per_pass`: each trains on a part of the completions. `scored_passes`: forwards over the whole
-    rollout before its first step.
+    `step`: the training step, with its micro-batch. `num_prompts`: those that this rank samples completions of;
+    `trained_completions`: those that it trains on, which may be others; `all_completions`: of all ranks, which every
+    rank keeps. `longest_prompt` in tokens; `prompt_tokens` and `completion_tokens` on average. `steps_per_pass`: each
+    trains on a part of the completions. `scored_passes`: forwards over the whole rollout before its first step.
+    `whole_copy`: the rank has a part of the weights, and gathers a copy of all of them to sample with.
     """
 
     step: StepShape
     num_prompts: int
+    trained_completions: int
+    all_completions: int
     num_generations: int
     num_steps: int
     prompt_tokens: float
@@ -70,7 +74,7 @@ class RolloutShape:
     scored_passes: int
     steps_per_pass: int = 1
     has_values: bool = False  # of a value head: each token has a value, an advantage and a return
-    sharded: bool = False  # then each rank samples with a whole copy of the weights
+    whole_copy: bool = False
     reward_parameters: int = 0  # of reward models, of which each rank has a whole copy
 
     @property
@@ -95,7 +99,7 @@ class RolloutShape:
         """Of a step, with completions of that mean length packed next to each other."""
         tokens = self.prompt_tokens + completion_tokens
         samples_per_sequence = max(1, int(self.step.sequence_length / max(1.0, tokens)))
-        samples = self.num_completions / self.steps_per_pass
+        samples = self.trained_completions / self.steps_per_pass
         sequences = math.ceil(samples / samples_per_sequence)
         return max(1, math.ceil(sequences / self.step.micro_batch_size))
 
@@ -126,9 +130,8 @@ def sampling_memory(shape: RolloutShape, training: MemoryEstimate) -> MemoryEsti
         )
     }
     parts |= sampling_parts(shape) | reward_model_parts(shape)
-    if shape.sharded:
-        model = shape.step.model
-        parts["whole copy"] = model.weight_bytes(shape.step.precision) + model.adapter_bytes
+    if shape.whole_copy:
+        parts["whole copy"] = whole_copy_bytes(shape)
     if shape.step.on_gpu:
         parts |= {"fragmentation": overhead_bytes(shape.step, parts)["fragmentation"]}
     # Contexts of the device and of its collectives, which no allocator fragments.
@@ -141,6 +144,11 @@ def sampling_memory(shape: RolloutShape, training: MemoryEstimate) -> MemoryEsti
     return training.model_copy(
         update={"parts": parts, "low": total * (1 - SPREAD), "high": total * (1 + SPREAD)}
     )
+
+
+def whole_copy_bytes(shape: RolloutShape) -> float:
+    model = shape.step.model
+    return float(model.weight_bytes(shape.step.precision) + model.adapter_bytes)
 
 
 def sampling_parts(shape: RolloutShape) -> dict[str, float]:
@@ -189,14 +197,16 @@ def rollout_bytes(shape: RolloutShape) -> float:
     if shape.has_values:
         numbers += STORED_TARGETS
     completion_bytes = shape.completion_tokens.value * (STORED_ID + numbers * STORED_LOGP)
-    return shape.num_completions * (shape.prompt_tokens * STORED_ID + completion_bytes)
+    return shape.all_completions * (shape.prompt_tokens * STORED_ID + completion_bytes)
 
 
 def packed_bytes(shape: RolloutShape) -> float:
-    """Bytes of all micro-batches of a step."""
+    """Bytes of all micro-batches of a step; a rank that has a part of each sequence keeps all of it for the loss."""
     micro_batches = shape.micro_batches(shape.completion_tokens.value)
     token_bytes = PACKED_TOKEN + (PACKED_TARGETS if shape.has_values else 0)
-    return float(token_bytes * micro_batches * shape.step.tokens_per_micro_batch)
+    context = shape.step.context
+    kept_tokens = shape.step.tokens_per_micro_batch * (1 if context == 1 else 1 + context)
+    return float(token_bytes * micro_batches * kept_tokens)
 
 
 def reward_model_parts(shape: RolloutShape) -> dict[str, float]:

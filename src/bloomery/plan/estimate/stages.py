@@ -11,6 +11,7 @@ from bloomery.plan.estimate.activations import activation_bytes, end_bytes
 from bloomery.plan.estimate.memory import overhead_bytes
 from bloomery.plan.estimate.mode import TrainingMode
 from bloomery.plan.estimate.moments import StepMoment, kept_logit_bytes, moments
+from bloomery.plan.estimate.reference import reference_bytes
 from bloomery.plan.estimate.sharding import sharded_moments, unevenness
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import StepShape
@@ -208,7 +209,23 @@ def _bytes_of(
         "gathered layers" if split.shard > 1 else "half-precision copies": peak.copies,
         "temporaries": peak.temporaries,
     }
+    if step.reference != "none":
+        of_stage = replace(step, model=stage.model)
+        parts["reference model"] = reference_bytes(of_stage, shards=split.shard)
     return parts | overhead_bytes(step, parts)
+
+
+# What a stage keeps between steps.
+KEPT_PARTS = ("weights", "optimizer", "reference model")
+
+
+def most_kept_bytes(step: StepShape, split: Stages) -> dict[str, float]:
+    """Bytes by part of the stage that keeps most between steps."""
+    by_stage = [
+        {name: size for name, size in stage_bytes(step, split, index).items() if name in KEPT_PARTS}
+        for index in distinct_stages(step.model, split)
+    ]
+    return max(by_stage, key=lambda parts: sum(parts.values()))
 
 
 def _stage_moments(

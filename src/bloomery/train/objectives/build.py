@@ -31,6 +31,7 @@ from bloomery.model.heads import (
     ScoreSettings,
     Values,
 )
+from bloomery.parallel.context import all_tokens
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.choices import correction_of, reference_of
 from bloomery.plan.types import RunPlan
@@ -57,6 +58,8 @@ from bloomery.train.objectives.distillation import (
     teacher_pass,
 )
 from bloomery.train.objectives.losses import (
+    LARGEST,
+    LEAST,
     LossParts,
     LossTerm,
     PairScores,
@@ -103,7 +106,7 @@ class Objective:
 
     `count`: what a step divides by, known before the first backward; equals the count of `loss`. `before` completes
     the micro-batches of a step first, all `together` or each on its own. Both take batches on the host. `loss_unit`:
-    what the loss is counted per; per token it is in nats.
+    what the loss is counted per; per token it is in nats. `rows`: of numbers that the head gives, before [B, T].
     """
 
     head: Callable[[Batch], Head]
@@ -112,6 +115,7 @@ class Objective:
     before: Before | None = None
     together: bool = False
     loss_unit: LossUnit = "token"
+    rows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -262,7 +266,42 @@ def build_objective(
         together,
         plan.aligns_texts,
     )
-    return _builder_of(plan.objective.spec)(inputs)
+    objective = _builder_of(plan.objective.spec)(inputs)
+    if mesh.context > 1 and plan.objective.spec.numbers_texts:
+        return of_whole_texts(objective, mesh)
+    return objective
+
+
+def of_whole_texts(objective: Objective, mesh: Mesh) -> Objective:
+    """The objective where ranks share sequences, whose texts have one loss: micro-batches have their `whole`.
+
+    Each rank of a group computes the loss of all tokens, and counts its share of it.
+    """
+
+    def loss(output: Tensor, batch: Batch) -> LossParts:
+        whole = whole_of(batch)
+        scored_later = {
+            name: mesh.all_gather_tokens(tensor) if tensor.ndim else tensor
+            for name, tensor in batch.extras.items()
+            if name not in whole.extras
+        }
+        parts = objective.loss(all_tokens(output, mesh), whole.with_extras(**scored_later))
+        return LossParts(
+            parts.total / mesh.context,
+            parts.count / mesh.context,
+            {
+                name: sums if name.endswith((LARGEST, LEAST)) else sums / mesh.context
+                for name, sums in parts.metrics.items()
+            },
+            parts.loads,
+        )
+
+    return replace(objective, loss=loss)
+
+
+def whole_of(batch: Batch) -> Batch:
+    assert batch.whole is not None, "a source keeps it where texts have one loss"
+    return batch.whole
 
 
 # Likelihood
@@ -460,6 +499,12 @@ def policy(inputs: ObjectiveInputs) -> Objective:
     assert isinstance(settings, Grpo | Rloo)
     loss_of = policy_loss_of(settings)
     divergence_of = _taught_loss(settings, inputs)
+    mesh = inputs.mesh
+
+    def count(batch: Batch) -> float:
+        """A completion may be on several ranks, which share sequences: each counts its share of all."""
+        return loss_of.count(batch if mesh.context == 1 else whole_of(batch)) / mesh.context
+
     head: Callable[[Batch], Head] = policy_scoring(settings, inputs.scoring)
     before_teacher: Before | None = None
     further_terms: dict[str, tuple[float, Callable[[Batch], float]]] = {}
@@ -492,13 +537,14 @@ def policy(inputs: ObjectiveInputs) -> Objective:
         reference_scores = replace(inputs.base_scores, settings=score_settings)
     term_scales = None
     if further_terms:
-        term_scales = TermScales(loss_of.count, further_terms, inputs.mesh)
+        term_scales = TermScales(count, further_terms, mesh)
     return Objective(
         head=head,
         loss=loss,
-        count=loss_of.count,
+        count=count,
         before=one_after_the_other(reference_scores, before_teacher, term_scales),
         loss_unit="completion",
+        rows=(2,),  # no teacher judges over stages
     )
 
 
@@ -535,7 +581,10 @@ def proximal_policy(inputs: ObjectiveInputs) -> Objective:
         return loss_of(scores_BT, entropies_BT, values_BT, batch)
 
     return Objective(
-        head=policy_scoring(settings, inputs.scoring), loss=loss, loss_unit="completion"
+        head=policy_scoring(settings, inputs.scoring),
+        loss=loss,
+        loss_unit="completion",
+        rows=(3,),
     )
 
 

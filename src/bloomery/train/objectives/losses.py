@@ -71,6 +71,14 @@ def extreme(values: Tensor, present: Tensor, *, smallest: bool = False) -> Tenso
     return torch.stack([result, torch.ones_like(result)])
 
 
+def no_metric(name: str, like: Tensor) -> Tensor:
+    """[2]: a metric of that name over nothing, which changes no sum and no extreme. `like`: of its dtype and device."""
+    if name.endswith((LARGEST, LEAST)):
+        nothing = like.new_full((), math.inf if name.endswith(LEAST) else -math.inf)
+        return torch.stack([nothing, torch.ones_like(nothing)])
+    return like.new_zeros(2)
+
+
 def joined_metrics(
     sums: Mapping[str, Tensor], more_sums: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:

@@ -15,8 +15,10 @@ from bloomery.model.experts import ExpertMLPs
 from bloomery.model.io.weights import quantize_model
 from bloomery.model.vision import VisionTower, load_tower
 from bloomery.parallel.apply import apply
+from bloomery.parallel.context import HeadExchange
 from bloomery.parallel.fsdp import apply_fsdp
 from bloomery.parallel.mesh import Mesh
+from bloomery.parallel.stage import keep_stage
 from bloomery.parallel.transfers import pinned_all
 from bloomery.plan.choices import reference_of
 from bloomery.plan.types import RunPlan
@@ -58,6 +60,13 @@ def build_reference_model(
         quantize_model(reference, quantize, reader=plan.quantized_by)
     _take_dtypes(reference, policy, plan.train.precision)
     reference.tie()
+
+    if mesh.context > 1:
+        reference.share_sequences(HeadExchange(mesh))
+    if mesh.stages > 1:
+        # The same stage as the policy's, and over its link: the two compute one after the other.
+        keep_stage(reference, policy.stage)
+        reference.model.link = policy.model.link
 
     # 2. Shards as those of the policy, and streamed as it is. Nothing is kept for a backward, so that nothing is
     # recomputed or offloaded.

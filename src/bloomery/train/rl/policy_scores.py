@@ -20,6 +20,7 @@ from bloomery.train.rl.rollout import (
     RolloutSample,
     completion_span,
     pack_for_rank,
+    samples_of_rank,
 )
 from bloomery.train.state import TrainState
 
@@ -81,14 +82,12 @@ class PolicyScores:
         model = self._state.model
         device = model.device
         mesh = self._state.model_and_optimizer.mesh
-        batches, places = pack_for_rank(
-            samples, shape, rank=mesh.data_rank, world=mesh.data_world, complete=self._complete
-        )
+        batches, places = pack_for_rank(samples, shape, mesh, complete=self._complete)
 
         if self._before is not None:
             batches = self._before(model, batches)
 
-        # 2. The outputs for this rank's samples, then those of all. The value head is of the policy alone.
+        # 2. The outputs for this rank's samples. The value head is of the policy alone.
         scoring = self._scoring
         if of_reference and isinstance(scoring, Scoring):
             scoring = replace(scoring, value_head=None)
@@ -98,19 +97,27 @@ class PolicyScores:
             for group in in_groups(batches, self._together, device):
                 heads = [scoring(batch) for batch in group]
                 for output in forward_all(scored_model, group, heads, precision=self._precision):
-                    outputs.append(torch.stack([output.head[row] for row in rows]))
-        outputs_on_host = torch.stack(outputs).cpu()  # the host waits once for all micro-batches
-        own_numbers = [
-            outputs_on_host[
-                place.micro_batch, :, place.row, completion_span(sample, place)
-            ].tolist()
-            for sample, place in zip(
-                samples[mesh.data_rank :: mesh.data_world], places, strict=True
-            )
-        ]
+                    if mesh.last_stage:
+                        outputs.append(torch.stack([output.head[row] for row in rows]))
+        own_numbers = None
+        if mesh.last_stage:
+            # The host waits once for all micro-batches.
+            outputs_on_host = mesh.all_gather_tokens(torch.stack(outputs).cpu())
+            own_numbers = [
+                outputs_on_host[
+                    place.micro_batch, :, place.row, completion_span(sample, place)
+                ].tolist()
+                for sample, place in zip(samples_of_rank(samples, mesh), places, strict=True)
+            ]
+
+        # 3. Those of all: the ranks of the last stage have them, and of those that share sequences the first one.
         numbers: list[list[list[float]]] = [[] for _ in samples]
-        for rank, numbers_of_rank in enumerate(mesh.all_gather_json(own_numbers)):
-            numbers[rank :: mesh.data_world] = numbers_of_rank
+        numbers_by_rank = mesh.all_gather_json(own_numbers if mesh.context_rank == 0 else None)
+        first_of_last_stage = mesh.world - mesh.data_world
+        for first, numbers_of_group in enumerate(
+            numbers_by_rank[first_of_last_stage :: mesh.context]
+        ):
+            numbers[first :: mesh.sequence_world] = numbers_of_group
         return [[of_sample[row] for of_sample in numbers] for row in range(len(rows))]
 
 

@@ -112,7 +112,7 @@ class RewardModels:
         batches = forward_batches([len(text) for text in texts], self._tokens_per_forward)
         own_values = [
             (index, value)
-            for batch in batches[mesh.data_rank :: mesh.data_world]
+            for batch in batches[mesh.rank :: mesh.world]
             for index, value in zip(
                 batch,
                 value_scores(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -10,8 +10,11 @@ from torch import Tensor
 from bloomery.data.batch import Batch
 from bloomery.data.tokenizer.alignment import Span
 from bloomery.infer.forward import pinned
+from bloomery.parallel.mesh import Mesh
 from bloomery.plan.types import DataPlan, TrainPlan
 from bloomery.train.rl.teacher_texts import ReadCompletion
+
+T = TypeVar("T")
 
 DRAWN_LOGPS = "drawn_logps"  # the name of sampled log-probabilities in checkpoints
 TARGETS = ("advantages", "values", "returns")  # the fields of TokenTargets
@@ -303,25 +306,32 @@ def without_pictures(batch: Batch, members: PlacedSamples) -> Batch:
 def pack_for_rank(
     samples: Sequence[RolloutSample],
     shape: MicroBatchShape,
+    mesh: Mesh,
     *,
-    rank: int,
-    world: int,
     complete: Complete = without_pictures,
 ) -> tuple[list[Batch], list[SamplePlace]]:
-    """The micro-batches of a rank, as many as every rank has, and the places of its samples.
+    """The micro-batches of a rank, as many as every rank has, and the places of its samples in them.
 
-    A rank has every `world`th sample.
+    `samples_of_rank` are in them. Ranks that share sequences each have a part of their tokens; `places` are those in
+    all tokens. The stages of a pipeline have the same.
     """
     length = shape.length
     rows = shape.rows
-    batches, places = pack(samples[rank::world], length=length, rows=rows, complete=complete)
+    own_samples = samples_of_rank(samples, mesh)
+    batches, places = pack(own_samples, length=length, rows=rows, complete=complete)
     most_batches = max(
-        num_batches(place_samples(samples[first::world], length=length, rows=rows))
-        for first in range(world)
+        num_batches(place_samples(samples[first :: mesh.sequence_world], length=length, rows=rows))
+        for first in range(mesh.sequence_world)
     )
     while len(batches) < most_batches:
         batches.append(empty_batch(samples, length=length, rows=rows, complete=complete))
+    batches = [batch.part(mesh.context_rank, mesh.context, keeps_whole=True) for batch in batches]
     return [pinned(batch) for batch in batches] if shape.pin_memory else batches, places
+
+
+def samples_of_rank(samples: Sequence[T], mesh: Mesh) -> Sequence[T]:
+    """What a rank trains on of the samples of a step, or of what there is of each: as many as every rank, in turn."""
+    return samples[mesh.sequence_rank :: mesh.sequence_world]
 
 
 def pack(

@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, final
 
 import torch
 
+from bloomery.data.batch import Batch
 from bloomery.data.chat.render import chat_format
 from bloomery.data.order import mix
 from bloomery.data.prompts import Prompt, Prompts
@@ -51,7 +53,14 @@ from bloomery.train.rl.prompt_history import PromptCounts
 from bloomery.train.rl.reward_files import changed_rewards
 from bloomery.train.rl.reward_models import RewardModels
 from bloomery.train.rl.rewards import Rewards, worker_rewards
-from bloomery.train.rl.rollout import MicroBatchShape, Rollout, RolloutSample, pack_for_rank
+from bloomery.train.rl.rollout import (
+    Complete,
+    MicroBatchShape,
+    PlacedSamples,
+    Rollout,
+    RolloutSample,
+    pack_for_rank,
+)
 from bloomery.train.rl.rollout_pictures import PromptReader, RolloutPictures
 from bloomery.train.rl.rollout_records import completion_metrics, write_completions
 from bloomery.train.rl.sampler import JointWait, Sampler
@@ -463,25 +472,11 @@ class RolloutSource:
         )
         indices = sorted(order[part * per_step : (part + 1) * per_step])
         samples = [rollout.samples[index] for index in indices]
-        batches, _ = pack_for_rank(
-            samples,
-            shape,
-            rank=self._mesh.data_rank,
-            world=self._mesh.data_world,
-            complete=self._pictures,
-        )
+        complete: Complete = self._pictures
         if self._settings.entropy_bonus:
             num_tokens = sum(sample.num_sampled for sample in samples if sample.has_loss)
-            batches = [
-                batch.with_extras(
-                    **{
-                        COMPLETIONS_PER_TOKEN: torch.full_like(
-                            batch.loss_mask, len(samples) / max(1, num_tokens)
-                        )
-                    }
-                )
-                for batch in batches
-            ]
+            complete = partial(self._completed, per_token=len(samples) / max(1, num_tokens))
+        batches, _ = pack_for_rank(samples, shape, self._mesh, complete=complete)
 
         # 2. The prompts are behind the run once the last step has trained on them.
         is_last = number == rollout.num_steps - 1
@@ -491,6 +486,13 @@ class RolloutSource:
             tokens=sum(map(len, samples)),
             metrics=metrics,
             seconds=seconds,
+        )
+
+    def _completed(self, batch: Batch, members: PlacedSamples, *, per_token: float) -> Batch:
+        """With pictures, and with the completions of a step per loss token."""
+        completions_per_token = torch.full_like(batch.loss_mask, per_token)
+        return self._pictures(batch, members).with_extras(
+            **{COMPLETIONS_PER_TOKEN: completions_per_token}
         )
 
 

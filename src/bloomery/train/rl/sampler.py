@@ -1,7 +1,7 @@
 """Sampling the completions of a rollout on all ranks: what each samples, how they agree to stop, out of memory.
 
 Ranks take different numbers of forwards, as completions have different lengths. So a forward has no collective: where
-ranks hold shards of the model, each gathers a whole copy first.
+ranks hold shards or stages of the model, each gathers a whole copy first, and samples as many prompts as the others.
 """
 
 import ctypes
@@ -31,6 +31,7 @@ from bloomery.model.io.parameters import full
 from bloomery.model.native import Uncompiled
 from bloomery.monitor.events import Emit, Phase, Recovered
 from bloomery.parallel.mesh import Mesh
+from bloomery.plan.pipeline import stage_of
 from bloomery.plan.types import RunPlan
 from bloomery.train.failures import Diverged, OutOfMemory, Stopped, TimeIsUp
 from bloomery.train.process import out_of_memory
@@ -187,7 +188,7 @@ class Sampler:
         first rank. `phase`: the name of its progress. Raises Stopped, TimeIsUp, Diverged and OutOfMemory.
         """
         mesh = self._mesh
-        own_places = range(mesh.data_rank, len(prompts), mesh.data_world)
+        own_places = range(mesh.rank, len(prompts), mesh.world)
         agreement = Agreement(
             mesh,
             total=len(prompts) * num_generations,
@@ -321,9 +322,10 @@ class Sampler:
 def generating(state: TrainState, plan: RunPlan) -> Iterator[Decoder]:
     """The model that decodes, in evaluation mode: on a CPU with the compiled step where there is one.
 
-    Where the model is sharded, it is a whole copy of the model, for the length of the block: all ranks must enter.
+    Where a rank has a part of the model, it is a whole copy of it, for the length of the block: all ranks must enter.
     """
-    model = state.model if state.model_and_optimizer.mesh.shard == 1 else whole_copy(state, plan)
+    mesh = state.model_and_optimizer.mesh
+    model = state.model if mesh.shard * mesh.stages == 1 else whole_copy(state, plan)
     if plan.train.device == "cpu":
         try:
             model.step = CompiledStep(model)
@@ -354,7 +356,12 @@ def return_sampling_memory() -> None:
 
 @torch.no_grad()
 def whole_copy(state: TrainState, plan: RunPlan) -> Decoder:
-    """The model without shards, with its weights of now in their dtypes. All ranks gather, tensor by tensor."""
+    """The model in one piece, with its weights of now in their dtypes. All ranks gather, tensor by tensor."""
+    mesh = state.model_and_optimizer.mesh
+    stages = [
+        stage_of(plan.model.config, stage, mesh.stages, plan.train.pipeline_layers)
+        for stage in range(mesh.stages)
+    ]
     copy = empty_model(plan)
     copy.tie()
     copy.to_empty(device=torch.device(plan.train.device))
@@ -362,7 +369,11 @@ def whole_copy(state: TrainState, plan: RunPlan) -> Decoder:
     # A quantized weight is buffers here, and parameters where it is split.
     sources = dict(state.model.named_parameters()) | dict(state.model.named_buffers())
     for name, tensor in (*copy.named_parameters(), *copy.named_buffers()):
-        tensor.copy_(full(sources[name].detach()))
+        owner = next(number for number, stage in enumerate(stages) if stage.has(name))
+        if mesh.stage == owner:
+            tensor.copy_(full(sources[name].detach()))
+        if mesh.stages > 1:
+            mesh.broadcast_from_stage(tensor.detach(), owner)
     if state.model.vision is not None:
         copy.see(state.model.vision)  # each rank has all of it
     return copy
