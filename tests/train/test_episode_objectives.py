@@ -27,9 +27,10 @@ from rollouts_for_tests import (
 from test_distillation import logits, models
 
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
+from bloomery.model.heads import ScoreSettings
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.recipe.objectives import OnPolicyDistill
-from bloomery.train.objectives.build import Objective, on_policy_head
+from bloomery.train.objectives.build import Objective, Scoring, on_policy_head
 from bloomery.train.objectives.losses import on_policy_loss
 from bloomery.train.rl.advantages import TokenAdvantages
 from bloomery.train.rl.policy_scores import LOGPS
@@ -185,7 +186,7 @@ def test_a_teacher_judges_the_sampled_tokens_of_an_episode_alone(estimator):
     (batch,), _ = pack([episode], length=12, rows=1)
     keys = OnPolicyDistill(kind="on_policy_distill", teacher="", estimator=estimator)
     objective = Objective(
-        head=on_policy_head(keys, teacher, 7),
+        head=on_policy_head(keys, teacher, Scoring(ScoreSettings(7))),
         loss=lambda output_4BT, batch: on_policy_loss(
             output_4BT, batch.loss_mask, sampled=estimator == "sampled"
         ),
@@ -200,7 +201,7 @@ def test_a_teacher_judges_the_sampled_tokens_of_an_episode_alone(estimator):
     else:
         divergences = [(ours - theirs)[at, int(batch.labels[0, at])] for at in places]
     assert parts.count == 3
-    assert float(parts.total) == pytest.approx(float(sum(divergences)), rel=1e-5)
+    assert parts.total.item() == pytest.approx(float(sum(divergences)), rel=1e-5)
 
 
 # Runs
