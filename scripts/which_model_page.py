@@ -9,57 +9,19 @@ fits, too. Shapes come from facts/published.toml; a model that it lacks is named
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 from bloomery.core.units import GIB, format_count, two_digits
-from bloomery.facts.counting import parameter_count
-from bloomery.facts.published import published_config, published_entry
+from bloomery.facts.published import published_entry
 from bloomery.hardware.machine import Host, Machine, Software
 from bloomery.hardware.profile import with_gpu
 from bloomery.hardware.specs import find_gpu
-from bloomery.plan.gather import facts_of
-from bloomery.plan.resolve import resolve
-from bloomery.plan.types import DatasetFacts, RunPlan
-from bloomery.recipe.load import LoadedRecipe
-from bloomery.recipe.schema import Recipe
+from bloomery.plan.types import RunPlan
+from bloomery.plan.which_model import MODELS, ModelFit, model_fits
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/how-to/which-model.md"
 TABLE = re.compile(r"<!-- (cards|missing) -->\n.*?<!-- end -->", re.DOTALL)
-
-CHATS = 1000
-CHAT_TOKENS = 600
-SEQUENCE_LENGTH = 2048
-# What people choose between, by size: one model of each kind and size that they fine-tune.
-MODELS = (
-    "google/gemma-3-270m-it",
-    "Qwen/Qwen3-0.6B",
-    "Qwen/Qwen3.5-0.8B",
-    "google/gemma-3-1b-it",
-    "meta-llama/Llama-3.2-1B-Instruct",
-    "LiquidAI/LFM2.5-1.2B-Instruct",
-    "Qwen/Qwen3-1.7B",
-    "Qwen/Qwen3.5-2B",
-    "google/gemma-4-E2B-it",
-    "HuggingFaceTB/SmolLM3-3B",
-    "mistralai/Ministral-3-3B-Instruct-2512",
-    "ibm-granite/granite-4.0-micro",
-    "microsoft/Phi-4-mini-instruct",
-    "Qwen/Qwen3.5-4B",
-    "google/gemma-4-E4B-it",
-    "allenai/Olmo-3-7B-Instruct",
-    "meta-llama/Llama-3.1-8B-Instruct",
-    "mistralai/Ministral-3-8B-Instruct-2512",
-    "Qwen/Qwen3-8B",
-    "Qwen/Qwen3.5-9B",
-    "google/gemma-4-12B-it",
-    "microsoft/phi-4",
-    "mistralai/Mistral-Small-3.2-24B-Instruct-2506",
-    "Qwen/Qwen3.8-27B",
-    "Qwen/Qwen3-32B",
-)
 
 
 @dataclass(frozen=True)
@@ -79,14 +41,6 @@ CARDS = (
     Card("192 GB: Instinct MI300X", "MI300X"),
     Card("No GPU: a CPU with AVX-512 and bfloat16, 8 cores, 32 GB of memory", None),
 )
-METHODS: dict[str, dict[str, Any]] = {
-    "LoRA": {"adapter": {"kind": "lora", "target_modules": ["all-linear"]}},
-    "QLoRA": {
-        "adapter": {"kind": "lora", "target_modules": ["all-linear"]},
-        "quantize": {"kind": "nf4"},
-    },
-    "full": {"adapter": {"kind": "none"}},
-}
 
 
 def machine(card: Card) -> Machine:
@@ -105,58 +59,18 @@ def machine(card: Card) -> Machine:
     return bare if card.gpu is None else with_gpu(bare, find_gpu(card.gpu))
 
 
-@cache
-def dataset(vocab_size: int) -> DatasetFacts:
-    """The chats in packed sequences."""
-    tokens = CHATS * CHAT_TOKENS
-    return DatasetFacts(
-        sequences_per_epoch=-(-tokens // SEQUENCE_LENGTH),
-        tokens=tokens,
-        vocab_size=vocab_size,
-        loss_share=0.6,
-        template="the tokenizer's own template",
-    )
-
-
-def planned(name: str, method: str, card: Card) -> RunPlan | None:
-    """One epoch of the chats; None where the model does not fit."""
-    config = published_config(name)
-    assert config is not None
-    recipe = Recipe.model_validate(
-        {
-            "model": {"from": name},
-            "data": {"path": "chats.jsonl", "sequence_length": SEQUENCE_LENGTH},
-            "objective": {"kind": "sft"},
-            "train": {"epochs": 1, "batch_size": 16},
-            "parallel": {"stream": "off"},  # a GPU of any size holds one layer after the other
-            **METHODS[method],
-        }
-    )
-    loaded = LoadedRecipe(recipe, "which-model", {})
-    facts = facts_of(loaded, machine(card), dataset=dataset(config.vocab_size))
-    plan = resolve(loaded, facts, gpus=card.count)
-    return plan if plan.fits else None
-
-
-def row(name: str, card: Card) -> list[str] | None:
-    """The cells of a model that fits."""
-    config = published_config(name)
-    assert config is not None
-    for method in ("LoRA", "QLoRA"):
-        if (plan := planned(name, method, card)) is None:
-            continue
-        # Full fine-tuning takes 16 bytes per weight at first sight: only then it is planned.
-        is_small = 12 * parameter_count(config) < plan.memory.limit * card.count
-        fits_in_full = method == "LoRA" and is_small and planned(name, "full", card) is not None
-        return [
-            f"`{name}`",
-            format_count(parameter_count(config)),
-            f"{method}, or full" if fits_in_full else method,
-            str(plan.train.micro_batch_size),
-            f"{plan.memory.total / GIB:.1f}",
-            time(plan),
-        ]
-    return None
+def cells(fit: ModelFit) -> list[str] | None:
+    """Of a model that fits."""
+    if fit.plan is None:
+        return None
+    return [
+        f"`{fit.name}`",
+        format_count(fit.parameters),
+        f"{fit.method}, or full" if fit.fits_in_full else fit.method,
+        str(fit.plan.train.micro_batch_size),
+        f"{fit.plan.memory.total / GIB:.1f}",
+        time(fit.plan),
+    ]
 
 
 def time(plan: RunPlan) -> str:
@@ -173,14 +87,6 @@ def rounded(value: float) -> str:
     return two_digits(value) if value >= 10 else f"{value:.1f}"
 
 
-def known_models() -> list[str]:
-    """Models of the table whose architecture is trained here, by their number of parameters."""
-    known = [
-        name for name in MODELS if (config := published_config(name)) and config.experts is None
-    ]
-    return sorted(known, key=lambda name: parameter_count(published_config(name)))  # type: ignore[arg-type]  # known
-
-
 def card_tables() -> Iterator[str]:
     for card in CARDS:
         yield from section(card)
@@ -190,12 +96,12 @@ def section(card: Card) -> Iterator[str]:
     """The heading, the table and the models that are too large."""
     yield f"## {card.title}"
     yield ""
-    rows = {name: row(name, card) for name in known_models()}
+    rows = {fit.name: cells(fit) for fit in model_fits(machine(card), count=card.count)}
     yield "| model | parameters | method | micro-batch | GiB | 1,000 chats |"
     yield "|---|--:|---|--:|--:|--:|"
-    yield from (f"| {' | '.join(cells)} |" for cells in rows.values() if cells is not None)
+    yield from (f"| {' | '.join(row)} |" for row in rows.values() if row is not None)
     yield ""
-    too_large = [f"`{name}`" for name, cells in rows.items() if cells is None]
+    too_large = [f"`{name}`" for name, row in rows.items() if row is None]
     if too_large:
         yield f"Too large: {', '.join(too_large)}."
         yield ""

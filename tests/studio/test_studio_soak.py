@@ -156,7 +156,9 @@ def test_samples_and_the_report_show_their_image(tmp_path: Path, browser: Browse
                     log(Sampled(step=step, prompt=text, completion=answer, chat=True, image=image))
     report = write_report(tmp_path / run)
     kept = Path(os.environ.get("BLOOMERY_PICTURES", tmp_path))
-    samples = "[...document.querySelectorAll('.card')].find(one => one.innerText.startsWith('Samples'))"
+    samples = (
+        "[...document.querySelectorAll('.card')].find(one => one.innerText.startsWith('Samples'))"
+    )
     with studio_process(tmp_path) as url:
         browser.open(f"{url}?token={TOKEN}")
         browser.open(f"{url}run/pictures")

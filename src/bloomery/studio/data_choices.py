@@ -69,6 +69,7 @@ PURPOSES = (
     Purpose("text", "Plain text", "every token (continued pretraining)", "pretrain", "any"),
 )
 PURPOSE = {purpose.name: purpose for purpose in PURPOSES}
+FORMAT_WORDS = {"parquet": "Parquet", "arrow": "Arrow", "text": "text", "code": "source code"}
 # What rows of a format are called, of one and of several.
 NOUNS = {
     "messages": "conversations",
@@ -222,9 +223,10 @@ def _about(source: Source, format: str | None) -> str:
     is_text = format is None
     dataset = open_dataset(source, "any" if is_text else "sft")
     names = sorted({file.format for file in dataset.files})
-    kinds = " and ".join("CSV" if name == "csv" else name.upper() for name in names[:2])
-    if names == ["text"] or names == ["code"]:
-        return counted(len(dataset.files), f"{'text' if names == ['text'] else 'source'} files")
+    if set(names) <= {"text", "code"}:
+        words = " and ".join({"text": "text", "code": "source"}[name] for name in names)
+        return counted(len(dataset.files), f"{words} files")
+    kinds = " and ".join(FORMAT_WORDS.get(name, name.upper()) for name in names[:2])
     first = dataset.files[0].path
     noun = NOUNS.get(format or "", "rows")
     only = len(dataset.files) == 1

@@ -13,6 +13,8 @@ from bloomery.core.text import harmless
 from bloomery.core.units import format_count
 from bloomery.facts.counting import parameter_count
 from bloomery.facts.families import family_label
+from bloomery.hardware.detect import detect
+from bloomery.hardware.profile import build_profile
 from bloomery.hub import cached_model, is_hub_id
 from bloomery.infer.model_folder import folder_of_step
 from bloomery.model.configs import known_config
@@ -23,6 +25,13 @@ from bloomery.studio.stored_models import ADAPTER, stored_models
 RECENT_RUNS = 12  # whose models and datasets are offered again
 # The first that a page offers: small models of this year, each with a recipe for one GPU.
 FIRST_RECIPES = ("qwen3.5-2b-lora", "gemma4-e2b-lora", "lfm2.5-1.2b-lora", "smollm3-3b-qlora")
+# Without a GPU: models that a CPU trains in minutes.
+FIRST_ON_A_CPU = (
+    "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "google/gemma-3-270m-it",
+    "Qwen/Qwen3-0.6B",
+)
+MOST_FIRST = 2  # of this folder
 
 
 @dataclass(frozen=True)
@@ -57,9 +66,14 @@ def _first_line(path: Path) -> str:
 
 
 def first_choices() -> list[Choice]:
-    """The recipes that a page offers first."""
-    by_name = {choice.value: choice for choice in recipe_choices()}
-    return [by_name[name] for name in FIRST_RECIPES if name in by_name]
+    """What a page offers first: the newest models of this folder, and small ones that this machine trains soon."""
+    here = [choice for choice in models_here() if not choice.problem][:MOST_FIRST]
+    if build_profile(detect()).accelerator is None:
+        others = [Choice(name, name.partition("/")[2]) for name in FIRST_ON_A_CPU]
+    else:
+        by_name = {choice.value: choice for choice in recipe_choices()}
+        others = [by_name[name] for name in FIRST_RECIPES if name in by_name]
+    return [*here, *others]
 
 
 def models_here() -> list[Choice]:

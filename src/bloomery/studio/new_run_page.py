@@ -27,6 +27,7 @@ from bloomery.studio.compare_page import address_of_sweep
 from bloomery.studio.components import button, heading, note, text, toolbar
 from bloomery.studio.data_choices import data_here, described
 from bloomery.studio.data_given import GivenData
+from bloomery.studio.fitting_models import ask_what_fits
 from bloomery.studio.frame import notify, page
 from bloomery.studio.hub_search import is_searched, search
 from bloomery.studio.model_choices import (
@@ -166,6 +167,13 @@ class NewRun:
                 on_open=self._open_models,
                 on_type=partial(self._search, "model"),
             )
+            with toolbar():
+                button(
+                    "What fits this machine?",
+                    lambda: ask_what_fits(self._answer_model),
+                    kind="quiet",
+                    icon="memory",
+                )
 
     def _ask_data(self) -> None:
         with _question(
@@ -213,7 +221,7 @@ class NewRun:
 
     async def offer(self) -> None:
         """What may be chosen before a list is opened."""
-        self._model.offer((), first_choices())
+        self._model.offer((), await asyncio.to_thread(first_choices))
         files = await asyncio.to_thread(data_here)
         self._data.offer((), [Choice(name, name) for name in files[:5]])
 
