@@ -36,7 +36,7 @@ FLAGS = {
     "prepare": {"--preview", "--html", "--check", "--model", "--data"},
     "plan": {
         *("--model", "--data", "--gpu", "--gpus", "--nodes", "--host-memory"),
-        *("--simulate", "-v", "--verbose", "--json"),
+        *("-d", "--devices", "--price-per-hour", "--simulate", "-v", "--verbose", "--json"),
     },
     "bench": {"--sweep", "--export", "--json", "--author", "--limit"},
     "train": {

@@ -250,6 +250,20 @@ def test_a_mistake_before_the_first_step_is_not_resumed(tmp_path, monkeypatch, e
     assert ("bloomery resume mine" in shown) == resumes
 
 
+def test_runs_of_weeks_ago_are_listed_and_not_proposed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    failed = RunEnded(status="failed", error="the disk is full")
+    folders = [make_run(tmp_path, name, STARTED, STEP, failed) for name in ("a-old", "b-new")]
+    month_ago = time.time() - 30 * 86400
+    os.utime(folders[0] / "events.jsonl", (month_ago, month_ago))
+    listed = CliRunner().invoke(runs_command, [], catch_exceptions=False).stdout
+    assert "a-old" in listed
+    assert "bloomery resume b-new" in listed and "bloomery resume a-old" not in listed
+    document = CliRunner().invoke(runs_command, ["--json"], catch_exceptions=False).stdout
+    commands = [run["command"] for run in json.loads(document)["runs"]]
+    assert commands == ["bloomery resume a-old", "bloomery resume b-new"]
+
+
 def test_runs_have_tags_and_a_note_and_are_listed_by_tag(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("one", "two"):

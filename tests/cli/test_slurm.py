@@ -433,3 +433,19 @@ def test_a_character_that_ends_a_line_of_yaml_spoils_no_job(folder, site, letter
     (line,) = (line for line in script.split("set -- train ")[1:])
     words = shlex.split(line.partition(" --run-dir")[0])
     assert words[0] == name and words[1:] == [override]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_short_plan_stands_before_the_notes_and_not_in_the_script(folder, kind) -> None:
+    site, gpus = KINDS[kind]
+    edits = ("train.micro_batch_size=1", "train.tokens_per_step=32768", "train.max_tokens=1B")
+    result = slurm(*edits, *site, "--nodes", "2")
+    words = ["plan", "large.yaml", *edits, "--gpu", gpus, "--nodes", "2"]
+    planned = CliRunner().invoke(cli, words).stdout.splitlines()
+    count, _, name = gpus.rpartition("x")
+    more = f'{shlex.join(words[:5])} --gpu "{name}" --gpus {count} --nodes 2 -v'
+    shown = result.stderr.splitlines()
+    before_next = next(at for at, line in enumerate(planned) if line.startswith("next"))
+    assert shown[:before_next] == planned[:before_next]
+    assert f"bloomery {more}" in " ".join(result.stderr.replace("\\\n", " ").split())
+    assert not set(planned) & set(result.stdout.splitlines()) - {""}

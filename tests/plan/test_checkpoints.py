@@ -93,3 +93,26 @@ def test_a_time_is_written_in_its_largest_unit_and_read_back(text):
 
 def test_a_time_is_written_as_people_write_it():
     assert write_duration(Duration(900, "seconds")) == "15m"
+
+
+@pytest.mark.parametrize(
+    ("interval", "text", "loss"),
+    [
+        ("1 epochs", "every 1 epoch", "a kill loses at most 1 epoch"),
+        ("0.5 epochs", "every 0.5 epochs", "a kill loses at most 0.5 epochs"),
+        ("10%", "every 10% of the run", "a kill loses at most 10% of the run"),
+        ("3 epochs", "every 3 epochs", "a kill loses all of it"),
+        ("100%", "every 100% of the run", "a kill loses all of it"),
+        ("500 steps", "every 500 steps", "a kill loses at most "),
+    ],
+)
+def test_without_a_dataset_a_share_of_the_run_is_no_number_of_steps(interval, text, loss):
+    """Also where it would be moved to evaluations: of 125 steps, which nobody has counted."""
+    recipe = load_recipe("qwen3-0.6b-lora", ["train.epochs=3", f"checkpoint.every={interval}"])
+    report = reported(recipe, gpu_machine("RTX 4090"))
+    assert report.plan.train.steps is None
+    line = " ".join(save_lines(report))
+    assert text in line and loss in line
+    if "steps" not in interval:
+        assert "steps" not in line and (report.kill.steps, report.kill.seconds) == (None, None)
+        assert "checkpoint.every" not in [choice.key for choice in report.plan.choices]

@@ -87,3 +87,15 @@ def test_verbose_prints_the_long_page(tmp_path, monkeypatch):
     ]
     assert "settings" not in outputs[0] and "settings" in outputs[1]
     assert outputs[1] == outputs[2] and outputs[3] == outputs[4]
+
+
+def test_no_part_of_a_line_that_is_left_out_stays():
+    """What joins the devices takes several lines of the long page, and none of the short one."""
+    recipe = load_recipe("frontier-llama3.1-8b")
+    where = gpu_machine("MI250X")
+    report, lines = lines_of(recipe, where, gpus=8, nodes=64)
+    whole = page(report, where, source=recipe.name, commands=["plan"])
+    links = whole[[line[10:19] for line in whole].index("joined by") :]
+    links = links[: next(at for at, line in enumerate(links) if not line.startswith(" " * 10))]
+    assert len(links) > 2
+    assert set(links).isdisjoint(lines)

@@ -83,6 +83,12 @@ def price_of(option: str, text: str | None) -> "Price | None":
     multiple=True,
     help="Plan for this GPU: 4090, 'RX 6700 XT', 8xMI300X, all.",
 )
+@click.option(
+    "-d",
+    "--devices",
+    metavar="LIST",
+    help="Plan for these devices of this machine: 0,1 or cpu,cpu.",
+)
 @click.option("--gpus", metavar="N", type=click.IntRange(1, 1024), help="Plan for N GPUs per node.")
 @click.option(
     "--nodes", metavar="N", type=click.IntRange(1, 16384), default=1, help="Plan for N nodes."
@@ -112,6 +118,7 @@ def command(
     model: str | None,
     data: str | None,
     gpu: tuple[str, ...],
+    devices: str | None,
     gpus: int | None,
     nodes: int,
     host_memory: int | None,
@@ -139,6 +146,13 @@ def command(
 
     # Several GPUs are compared in one table; a single one, or this machine, gets a page.
     gpu_names, gpus_per_node = named_gpus(gpu, gpus)
+    if devices is not None and (gpu_names or gpus_per_node * nodes > 1):
+        raise UserError(
+            "-d names devices of this machine, the other options those of another",
+            where=f"-d {devices}",
+            fix="leave out --gpu, --gpus and --nodes, or leave out -d",
+            code=2,
+        )
     loaded_recipe, source = chosen_recipe(recipe, overrides, model, data, planning=True)
     if len(gpu_names) > 1 or "all" in gpu_names:
         if price_per_hour is not None:
@@ -161,6 +175,7 @@ def command(
     return show_plan(
         loaded_recipe,
         gpu=gpu_names[0] if gpu_names else None,
+        devices=devices,
         gpus=gpus_per_node,
         nodes=nodes,
         host_memory=host_memory,
@@ -266,9 +281,11 @@ def show_plan(
         hidden_commands.add("train")
     if (source or "").startswith("--model "):
         hidden_commands.add("bench")
-    device_options = "" if gpu is None else f' --gpu "{gpu}"'
+    local_options = "" if local_devices is None else f" -d {local_devices}"
+    device_options = local_options if gpu is None else f' --gpu "{gpu}"'
     num_gpus = 1 if plan.parallel is None else plan.parallel.gpus
-    device_options += f" --gpus {num_gpus}" if num_gpus > 1 else ""
+    if not local_options:
+        device_options += f" --gpus {num_gpus}" if num_gpus > 1 else ""
     device_options += f" --nodes {nodes}" if nodes > 1 else ""
     if host_memory is not None:
         device_options += f" --host-memory {host_memory / GIB:g}GiB"
@@ -279,7 +296,7 @@ def show_plan(
         source=source or loaded_recipe.name,
         commands=[name for name in COMMANDS if name not in hidden_commands],
         devices=device_options,
-        local_devices="" if local_devices is None else f" -d {local_devices}",
+        local_devices=local_options,
         simulated=simulation.lines() if simulation else [],
     )
     echo_page(lines)

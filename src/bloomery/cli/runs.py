@@ -300,6 +300,9 @@ class RunLine:
     tags: tuple[str, ...] = ()
 
 
+PROPOSED_SECONDS = 14 * 86400.0  # a run that has been quiet for longer is listed, and not proposed
+
+
 @dataclass(frozen=True)
 class SweepLine:
     """A sweep in the list of runs.
@@ -348,15 +351,15 @@ def command(context: click.Context, as_json: bool, all_of_sweeps: bool, tag: str
     sweeps: dict[Path, SweepLine] = {}
     if tag is None:
         sweeps = {folder: describe_sweep(folder, noise=as_json) for folder in all_sweeps()}
-        lines = [describe(folder) for folder in all_runs()]
+        folders = list(every_run() if all_of_sweeps and not as_json else all_runs())
     else:
-        lines = [describe(folder) for folder in every_run() if tag in read_notes(folder).tags]
+        folders = [folder for folder in every_run() if tag in read_notes(folder).tags]
+    runs = {folder: describe(folder) for folder in folders}
+    lines = list(runs.values())
     if as_json:
         documents = [sweep.document() for sweep in sweeps.values()]
         print_json({"runs": [asdict(line) for line in lines], "sweeps": documents})
         return
-    if all_of_sweeps and tag is None:
-        lines = [describe(folder) for folder in every_run()]
     if not lines and tag is not None:
         echo(f"no run has the tag {tag!r}; give it with `bloomery runs note RUN --tag {tag}`")
         return
@@ -369,11 +372,23 @@ def command(context: click.Context, as_json: bool, all_of_sweeps: bool, tag: str
     if sweeps:
         _print_sweeps(list(sweeps.values()))
 
-    # Only the newest runs are likely to be resumed.
-    commands = [line.command for line in lines if line.command][-3:]
-    commands += [sweep.command for sweep in sweeps.values() if sweep.command][-3:]
+    # Only the newest runs are likely to be resumed: nobody waits for one that failed weeks ago.
+    commands = list[str]()
+    for described in (runs, sweeps):
+        commands += [
+            line.command
+            for folder, line in described.items()
+            if line.command and _is_recent(folder)
+        ][-3:]
     for index, next_command in enumerate(commands):
         echo(f"{'' if index else 'next':<11}{next_command}")
+
+
+def _is_recent(folder: Path) -> bool:
+    """Whether this run, or a run of this sweep, wrote an event within `PROPOSED_SECONDS`."""
+    logs = [*folder.glob("events.jsonl"), *folder.glob("*/events.jsonl")]
+    newest = max((log.stat().st_mtime for log in logs), default=0.0)
+    return time.time() - newest < PROPOSED_SECONDS
 
 
 def _print_runs(lines: list[RunLine]) -> None:

@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import textwrap
 from typing import TYPE_CHECKING
 
 import click
@@ -10,9 +9,10 @@ import click
 from bloomery.cli.common import chosen_recipe, echo, json_option, print_json, recipe_or_model
 from bloomery.core.errors import UserError
 from bloomery.core.text import expanded
-from bloomery.core.units import GIB, format_count, format_seconds, parse_duration
+from bloomery.core.units import GIB, counted, format_seconds, parse_duration
 
 if TYPE_CHECKING:
+    from bloomery.hardware.machine import Machine
     from bloomery.hardware.sites import Site
     from bloomery.launch.cloud_jobs import CloudJob
     from bloomery.launch.job_script import JobScript
@@ -98,7 +98,7 @@ def command(
     given = {name: value for name, value in options.items() if value is not None}
     chosen_site = _chosen_site(given)
     loaded_recipe, source = chosen_recipe(recipe, overrides, model, data)
-    report = _fitting_report(loaded_recipe, source, chosen_site, nodes)
+    report, machine = _fitting_report(loaded_recipe, source, chosen_site, nodes)
     plan = report.plan
     words = [word for option in given.items() for word in option]
     written_by = f"bloomery slurm {source} {shlex.join(words)}"
@@ -108,6 +108,7 @@ def command(
             chosen_site,
             given,
             report,
+            machine,
             name=loaded_recipe.name,
             source=source,
             written_by=written_by,
@@ -131,9 +132,9 @@ def command(
         run_seconds=None if plan.seconds is None else plan.seconds.value,
         names_code=names_code(plan),
     )
-    # The warnings come first: what follows costs hours of many devices.
+    # The plan with its warnings comes first: what follows costs hours of many devices.
     if not as_json:
-        _print_warnings(report)
+        _print_plan(report, machine, source, chosen_site, nodes)
     job = None if dry_run else submit(script.text)
     if as_json:
         print_json(_document(script, report, nodes=nodes, ranks=ranks, job=job))
@@ -178,19 +179,30 @@ def _lasting_name(site: str) -> str:
     return str(path.absolute()) if path.is_file() else site
 
 
-def _print_warnings(report: "PlanReport") -> None:
-    """Those of `bloomery plan`, on stderr."""
-    for warning in report.warnings:
-        for line in textwrap.wrap(
-            warning, 100, initial_indent=f"{'warning':<10}", subsequent_indent=" " * 10
-        ):
-            echo(line, err=True)
+def _print_plan(
+    report: "PlanReport", machine: "Machine", source: str, site: "Site", nodes: int
+) -> None:
+    """The short form of `bloomery plan`, on stderr: its verdict, every warning, and the command with every figure."""
+    from bloomery.plan.summary import summary
+
+    lines = summary(report, machine, source=source, commands=[], devices=_plan_options(site, nodes))
+    echo("\n".join(lines) + "\n", err=True)
+
+
+def _plan_options(site: "Site", nodes: int) -> str:
+    """Those with which `bloomery plan` plans for these nodes; a plan of nodes without GPUs is one of this machine."""
+    from bloomery.hardware.sites import CPU
+
+    if site.gpu == CPU:
+        return ""
+    options = f' --gpu "{site.gpu}" --gpus {site.gpus_per_node}'
+    return options + (f" --nodes {nodes}" if nodes > 1 else "")
 
 
 def _fitting_report(
     loaded_recipe: "LoadedRecipe", source: str, site: "Site", nodes: int
-) -> "PlanReport":
-    """The plan for the nodes of the site, with its warnings. Raises UserError where it does not fit."""
+) -> "tuple[PlanReport, Machine]":
+    """The plan for the nodes of the site, with its warnings, and a node. Raises UserError where it does not fit."""
     from bloomery.hardware.sites import CPU
     from bloomery.plan.advise import advise
     from bloomery.plan.resolve import local_plan
@@ -204,14 +216,12 @@ def _fitting_report(
         nodes=1 if without_gpus else nodes,
     )
     if not plan.fits:
-        fix = (
-            f'bloomery plan {source} --gpu "{site.gpu}" --gpus {site.gpus_per_node} --nodes {nodes}'
-        )
+        fix = f"bloomery plan {source}{_plan_options(site, nodes)}"
         if plan.suggestions:
             fix = f"add {plan.suggestions[0]}; more: {fix}"
         needed = f"{plan.memory.total / GIB:.1f} of {plan.memory.limit / GIB:.1f} GiB"
         raise UserError(f"the run does not fit: {needed} of each GPU", where=source, fix=fix)
-    return advise(loaded_recipe, plan, facts)
+    return advise(loaded_recipe, plan, facts), facts.machine
 
 
 def _step_seconds(plan: "RunPlan") -> float:
@@ -223,6 +233,7 @@ def _print_cloud_job(
     site: "Site",
     given: dict[str, str],
     report: "PlanReport",
+    machine: "Machine",
     *,
     name: str,
     source: str,
@@ -270,10 +281,10 @@ def _print_cloud_job(
     if as_json:
         print_json(_cloud_document(job, report, nodes=nodes, ranks=ranks))
         return 0
-    _print_warnings(report)
+    _print_plan(report, machine, source, site, nodes)
     echo(job.text)
     for line in [
-        *_plan_notes(plan, nodes=nodes, ranks=ranks),
+        _ranks_note(nodes, ranks),
         f"{'saves':<10}{saves}",
         f"{'file':<10}write it to {job.file}: add > {job.file}",
         f"{'submit':<10}{job.submit}",
@@ -322,21 +333,8 @@ def _seconds(time_limit: str | None) -> float | None:
     return duration.amount
 
 
-def _plan_notes(
-    plan: "RunPlan", *, nodes: int, ranks: int, script: "JobScript | None" = None
-) -> list[str]:
-    """Memory and time. `script`: of a job with a time limit."""
-    memory = f"{plan.memory.total / GIB:.1f} of {plan.memory.limit / GIB:.1f} GiB each"
-    notes = [f"{'ranks':<10}{ranks} on {nodes} node{'s' * (nodes > 1)}, {memory}"]
-    if plan.seconds is not None and plan.step_seconds is not None:
-        rate = format_count(plan.trained_tokens_per_step / plan.step_seconds.value)
-        line = f"{'time':<10}about {format_seconds(plan.seconds.value)} at {rate} tokens/s"
-        if script is not None:
-            jobs = plan.seconds.value / (script.seconds - script.signal_seconds)
-            starts = "one job" if jobs <= 1 else f"about {jobs:,.0f} starts of the job"
-            line += f": {starts} of {format_seconds(script.seconds)}"
-        notes.append(line)
-    return notes
+def _ranks_note(nodes: int, ranks: int) -> str:
+    return f"{'ranks':<10}{ranks} on {counted(nodes, 'nodes')}"
 
 
 def _notes(
@@ -353,7 +351,11 @@ def _notes(
     from bloomery.launch.job_script import TRAINING_STEP, log_file
     from bloomery.launch.launchers import job_run_name
 
-    notes = _plan_notes(plan, nodes=nodes, ranks=ranks, script=script)
+    notes = [_ranks_note(nodes, ranks)]
+    if plan.seconds is not None:
+        jobs = plan.seconds.value / (script.seconds - script.signal_seconds)
+        starts = "one job" if jobs <= 1 else f"about {jobs:,.0f} starts of the job"
+        notes.append(f"{'starts':<10}{starts} of {format_seconds(script.seconds)}")
     saves = f"{script.signal_seconds} s before each time limit; then the job returns to the queue, where it first"
     saves += " waits for about two minutes until its credential has expired"
     if script.queue is not None and not script.queue.requeue:

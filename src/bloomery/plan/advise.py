@@ -34,6 +34,7 @@ from bloomery.plan.checkpoints import (
     interval_text,
     kill_cost,
     planned_save,
+    uncounted_interval,
     weights_bytes,
 )
 from bloomery.plan.choices import ineffective_settings, reference_of, teacher_of
@@ -886,7 +887,7 @@ def _costly_kill(plan: RunPlan) -> Iterator[str]:
     if kill.whole_run and not is_short and not plan.checkpoint.at_best:
         loss = "" if kill.seconds is None else f", {roughly(kill.seconds)}"
         end = "" if kill.steps is None else f", the run ends after {kill.steps:,}"
-        every = interval_text(plan.checkpoint)
+        every = interval_text(plan.checkpoint, uncounted_interval(plan))
         yield (
             f"checkpoint.every is {every}{end}: a kill loses the whole run{loss};"
             f" set checkpoint.every={write_duration(default)}"

@@ -4,7 +4,7 @@ import math
 
 from bloomery.core import Choice
 from bloomery.core.device import can
-from bloomery.core.units import counted, format_bytes, format_seconds
+from bloomery.core.units import Duration, counted, format_bytes, format_seconds
 from bloomery.plan import lengths
 from bloomery.plan.choices import ASKED
 from bloomery.plan.estimate.saves import estimate_save
@@ -74,8 +74,23 @@ def choose_checkpoints(
     )
 
 
-def interval_text(checkpoint: CheckpointPlan) -> str:
-    """ "1,000 steps", "15 min", "15 min and at each best evaluation"."""
+def uncounted_interval(plan: RunPlan) -> Duration | None:
+    """`checkpoint.every` in epochs or percent, where the run has no number of steps to convert it into: its dataset is
+    not here yet, or it ends by the clock. None elsewhere: the interval is then one in steps or seconds.
+    """
+    if plan.lengths is None or plan.train.steps is not None:
+        return None
+    asked = plan.lengths.checkpoint
+    is_counted = plan.dataset is not None and plan.dataset.sequences_per_epoch is not None
+    return asked if asked.unit == "percent" or (asked.unit == "epochs" and not is_counted) else None
+
+
+def interval_text(checkpoint: CheckpointPlan, uncounted: Duration | None = None) -> str:
+    """ "1,000 steps", "1 epoch", "10% of the run", "15 min", "15 min and at each best evaluation"."""
+    if uncounted is not None:
+        if uncounted.unit == "percent":
+            return f"{uncounted} of the run"
+        return str(uncounted) if uncounted.amount != 1 else "1 epoch"
     if checkpoint.every_steps is not None:
         return counted(checkpoint.every_steps, "steps")
     assert checkpoint.every_seconds is not None
@@ -147,12 +162,15 @@ def kill_cost(plan: RunPlan) -> KillCost:
     """What a kill just before a checkpoint loses: the interval, or the run where none comes before its end."""
     steps = plan.checkpoint.every_steps
     seconds = plan.checkpoint.every_seconds
-    asked = None if plan.lengths is None else plan.lengths.checkpoint
-    by_share = plan.train.seconds is not None and asked is not None and asked.unit == "percent"
-    if seconds is None and by_share:  # of a wall-time run: by the clock
-        assert plan.train.seconds is not None and asked is not None
-        seconds = asked.amount / 100 * plan.train.seconds
+    uncounted = uncounted_interval(plan)
+    if uncounted is not None:
         steps = None
+        if plan.train.seconds is None:  # a share of a run of unknown length
+            epochs = plan.epochs or math.inf
+            run = 100 if uncounted.unit == "percent" else epochs
+            return KillCost(seconds=None, steps=None, whole_run=uncounted.amount >= run)
+        if uncounted.unit == "percent":  # of a wall-time run: by the clock
+            seconds = uncounted.amount / 100 * plan.train.seconds
     if seconds is None and steps is not None and plan.step_seconds is not None:
         seconds = steps * plan.step_seconds.value
 

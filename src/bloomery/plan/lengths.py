@@ -152,7 +152,9 @@ def checkpoint_steps(interval: Duration, scale: Scale, *, evaluation: int | None
     """Steps between checkpoints; `evaluation`: those between evaluations, None without any. Raises as `steps_of`."""
     steps = steps_of(interval, scale, key="checkpoint.every")
     moved_steps = on_evaluations(steps, evaluation)
-    if moved_steps == steps:
+    # Of a run without a number of steps, those of a share are an assumption: no reason cites them.
+    is_assumed = scale.steps is None and interval.unit in ("percent", "epochs")
+    if moved_steps == steps or is_assumed:
         return Choice(steps, ASKED)
     asked_text = (
         f"{interval} is {steps:,}"

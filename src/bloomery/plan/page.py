@@ -34,7 +34,7 @@ from bloomery.hardware.profile import (
 from bloomery.hardware.specs import GpuSpec, arch_spec, gpu_spec, gpu_table
 from bloomery.hardware.vendors import VENDORS
 from bloomery.plan.advise import energy_kwh, fit_of, span
-from bloomery.plan.checkpoints import interval_text
+from bloomery.plan.checkpoints import interval_text, uncounted_interval
 from bloomery.plan.estimate.speed import useful_flops
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.gather import facts_of
@@ -120,7 +120,8 @@ def page(
         lines = [f"{first_sentences + '.':<{WIDTH - len(remark)}}{remark}", last_sentence]
     lines += [plan.parallel.remark] if plan.parallel and plan.parallel.remark else []
     lines.append("")
-    lines += block("GPU" if profile.accelerator else "CPU", device_lines(plan, profile, machine))
+    hardware = [*device_lines(plan, profile, machine), *link_lines(plan, profile)]
+    lines += block("GPU" if profile.accelerator else "CPU", hardware)
     lines += block("model", joined([model_line(plan)]))
     lines += block("batch", batch_lines(plan))
     lines += [*block("pictures", picture_lines(plan)), ""]
@@ -211,7 +212,7 @@ def about(seconds: float) -> str:
 
 
 def device_lines(plan: RunPlan, profile: Profile, machine: Machine) -> list[str]:
-    """The device, how many of it, and the links between several."""
+    """The device, and how many of it; of unequal GPUs a line or more each, in the order of ranks."""
     mesh = plan.parallel
     if profile.accelerator is None:
         host = machine.host
@@ -226,13 +227,18 @@ def device_lines(plan: RunPlan, profile: Profile, machine: Machine) -> list[str]
         else str(mesh.gpus)
     )
     dtype = profile.dtype.value
-    lines = _gpu_lines(profile, dtype, count)
-    if profile.peers:  # unequal GPUs, in the order of ranks
-        lines = [line for peer in profile.peers for line in _gpu_lines(peer, dtype, "1")]
-    if mesh is None:
-        return lines
+    if profile.peers:
+        return [line for peer in profile.peers for line in _gpu_lines(peer, dtype, "1")]
+    return _gpu_lines(profile, dtype, count)
+
+
+def link_lines(plan: RunPlan, profile: Profile) -> list[str]:
+    """What joins several GPUs, and their nodes."""
+    mesh = plan.parallel
+    if mesh is None or profile.accelerator is None:
+        return []
     network = joined([f"nodes by {mesh.network}"]) if mesh.network else []
-    return [*lines, *joined([f"joined by {mesh.link}"]), *network]
+    return [*joined([f"joined by {mesh.link}"]), *network]
 
 
 def _gpu_lines(profile: Profile, dtype: str, count: str) -> list[str]:
@@ -655,15 +661,17 @@ def disk_lines(report: PlanReport) -> list[str]:
 def save_lines(report: PlanReport) -> list[str]:
     """When checkpoints are saved, and what a kill between two of them loses."""
     checkpoint = report.plan.checkpoint
+    interval = interval_text(checkpoint, uncounted_interval(report.plan))
     kill = report.kill
     if kill.whole_run:
         length = "ends before" if kill.seconds is None else f"takes {about(kill.seconds)}"
         loss = "what follows the last save" if checkpoint.at_best else "all of it"
         cost = f"the run {length}: a kill loses {loss}"
     else:
-        loss = counted(kill.steps or 0, "steps") if kill.seconds is None else about(kill.seconds)
+        loss = interval if kill.steps is None else counted(kill.steps, "steps")
+        loss = loss if kill.seconds is None else about(kill.seconds)
         cost = f"a kill loses at most {loss}"
-    return joined([f"every {interval_text(checkpoint)}", cost])
+    return joined([f"every {interval}", cost])
 
 
 def mesh_lines(mesh: ParallelPlan, plan: RunPlan) -> Iterator[str]:
@@ -849,7 +857,7 @@ def next_lines(
             "this CPU"
             if plan.train.device == "cpu"
             else "this GPU"
-            if not devices
+            if local_devices or not devices
             else "it where that GPU is"
         )
         yield remarked(

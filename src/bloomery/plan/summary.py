@@ -53,8 +53,7 @@ def summary(
     profile = build_profile(machine)
     lines = _headline(report)
     lines += [plan.parallel.remark] if plan.parallel and plan.parallel.remark else []
-    hardware = [line for line in device_lines(plan, profile, machine) if not _is_link(line)]
-    lines += block("GPU" if profile.accelerator else "CPU", hardware)
+    lines += block("GPU" if profile.accelerator else "CPU", device_lines(plan, profile, machine))
     lines += block("layout", _layout_lines(plan))
     lines += block("run", joined([_method(plan), model_line(plan)]))
     lines += block("batch", batch_lines(plan))
@@ -104,10 +103,6 @@ def _headline(report: PlanReport) -> list[str]:
     remark = "nothing was run"
     first_line, *rest = textwrap.wrap(sentence, WIDTH - len(remark) - 1, break_on_hyphens=False)
     return [f"{first_line:<{WIDTH - len(remark)}}{remark}", *rest]
-
-
-def _is_link(line: str) -> bool:
-    return line.startswith(("joined by", "nodes by"))
 
 
 def _method(plan: RunPlan) -> str:
