@@ -17,11 +17,13 @@ from bloomery.infer.model_folder import find_model
 from bloomery.infer.picture_prompts import load_eyes
 from bloomery.model.adapters.many import Adapters
 from bloomery.model.io.weights import load_decoder
+from bloomery.plan.types import EpisodesPlan
 from bloomery.serve.app import Server
 from bloomery.serve.engine import Engine
 from bloomery.serve.limits import Limits
 from bloomery.serve.listen import uvicorn_config
 from bloomery.serve.served import Served, readable_source, serve_loaded
+from bloomery.serve.server_tools import ServerTools
 
 LIMITS = Limits(slots=4, context=120, new_tokens=100, queue=200, seconds=60, body_bytes=20_000)
 
@@ -49,6 +51,7 @@ def running(
     token: str | None = None,
     defaults: dict[str, Any] | None = None,
     template: str | None = "chatml",
+    episodes: EpisodesPlan | None = None,
 ) -> Iterator[Running]:
     with ExitStack() as stack:
         models = []
@@ -64,7 +67,11 @@ def running(
                 serve_loaded(decoder, tokenizer, name, limits, stack, template, many, source)
             )
         engine = stack.enter_context(Engine(models, limits))
-        endpoints = Server(engine, token=token, defaults=defaults)
+        tools = None
+        if episodes is not None:
+            tools = ServerTools(episodes, models, most=limits.slots)
+            stack.callback(tools.close)
+        endpoints = Server(engine, token=token, defaults=defaults, tools=tools)
         app = endpoints.app(("127.0.0.1", "localhost"))
         server = uvicorn.Server(uvicorn_config(app, limits, port=0))
         thread = threading.Thread(target=server.run)

@@ -3,7 +3,8 @@
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -28,6 +29,7 @@ from bloomery.cli.generate import (
     setting,
     speculation_options,
 )
+from bloomery.cli.tools import episodes_of, tools_options
 from bloomery.core.errors import UserError
 from bloomery.core.text import did_you_mean, expanded, harmless
 from bloomery.core.units import counted
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from bloomery.infer.picture_prompts import Eyes
     from bloomery.infer.sampling import Sampling
     from bloomery.model.decoder import Decoder
+    from bloomery.train.rl.live_episodes import LiveEpisode
 
 MAX_REPLY_SHARE = (
     4  # old messages are dropped for max_new_tokens, but for at most a quarter of the context
@@ -63,10 +66,15 @@ class Session:
         system: str | None = None,
         speculation: "Speculation | None" = None,
         eyes: "Eyes | None" = None,
+        tools: "LiveEpisode | None" = None,
+        template: str | None = None,
     ) -> None:
-        """`eyes`: None: the model reads text alone."""
+        """`eyes`: None: the model reads text alone. `tools`: what it calls, in chats of this `template`. Raises
+        UserError for a template without tools.
+        """
         from bloomery.infer.generate import Speed
         from bloomery.infer.past import Past
+        from bloomery.infer.sampling import known_ids
 
         self.decoder = decoder
         self.tokenizer = tokenizer
@@ -79,6 +87,16 @@ class Session:
         self.dropped = 0  # messages that no longer fit into the context
         self.pictures: list[str] = []  # references, for the next message
         self._eyes = eyes
+        self._tools = tools
+        self._has_begun = False  # the environment
+        self.on_step: Callable[[str], None] = lambda _line: None
+        self._ends = known_ids(tokenizer.eos_id, decoder.config.eos_token_id, *form.stop_ids)
+        if tools is not None:
+            from bloomery.data.chat.tool_forms import tool_format
+
+            assert form.render is not None, "a chat with tools has a template"
+            self._ends = known_ids(*self._ends, *tools.use_template(tokenizer, template))
+            self._call_form = tool_format(form.render)
         self._paths: dict[str, Path] = {}  # of pictures, by reference
         self._replies = 0
 
@@ -111,11 +129,16 @@ class Session:
 
         # The message joins the history once it is known to fit; a repeated message gets new tokens.
         message = with_pictures_before(Message("user", text), self.pictures)
+        if self._tools is not None:
+            message = self._begun(message)
         ids = self._fitting([*self.history, message])
         self.history.append(message)
         self.pictures = []
         sampling = replace(self.sampling, seed=self.sampling.seed + self._replies)
         self._replies += 1
+        if self._tools is not None:
+            yield from self._turns(self._tools, ids, sampling)
+            return
         pieces: list[str] = []
         try:
             stop_strings = self.form.stop_strings
@@ -128,6 +151,54 @@ class Session:
         finally:
             self.history.append(Message("assistant", "".join(pieces)))
 
+    def _begun(self, message: Message) -> Message:
+        """The user's message; the first one with what the environment adds to it."""
+        assert self._tools is not None
+        if self._has_begun:
+            return message
+        from bloomery.train.rl.episodes import opening_messages
+
+        row = {"prompt": [{"role": "user", "content": message.content}]}
+        added_text = self._tools.begin(row, seed=self.sampling.seed)
+        self._has_begun = True
+        return opening_messages([message], added_text)[-1]
+
+    def _turns(self, tools: "LiveEpisode", ids: list[int], sampling: "Sampling") -> Iterator[str]:
+        """The answers to a message, with calls of tools between them, as in training."""
+        from bloomery.data.chat.tools import parser_of
+        from bloomery.infer.decode import sample_tokens
+        from bloomery.infer.text import OutputText
+
+        tools.begin_answer(ids)
+        next_ids: list[int] | None = ids
+        num_shown = 0
+        try:
+            while next_ids is not None:
+                parser = parser_of(self._call_form, tools.schemas)
+                output = OutputText(self.tokenizer, next_ids)
+                new = list[int]()
+                is_ended = False
+                # The token that ends an answer belongs to it.
+                seed = sampling.seed + len(tools.messages)
+                free = replace(sampling, stop_ids=(), seed=seed)
+                for token in sample_tokens(self.decoder, next_ids, free, self.past):
+                    new.append(token)
+                    is_ended = token in self._ends
+                    if is_ended:
+                        break
+                    for delta in parser.push(output.push(token)):
+                        yield delta.thought + delta.content
+                for delta in [*parser.push(output.finish()), *parser.flush()]:
+                    yield delta.thought + delta.content
+                longest = self.decoder.config.max_positions
+                next_ids = tools.go_on(new, truncated=not is_ended, longest=longest)
+                for turn in tools.messages[num_shown:]:
+                    for line in _shown_turn(turn):
+                        self.on_step(line)
+                num_shown = len(tools.messages)
+        finally:
+            self.history += tools.history
+
     def _fitting(self, history: list[Message]) -> list[int]:
         """The ids of the newest messages that fit, with room for a reply. Drops the oldest up to a user message."""
         context = self.decoder.config.max_positions
@@ -137,7 +208,9 @@ class Session:
 
         # A message that was dropped once stays dropped. The newest one alone may leave less room for its reply.
         for start in [turn for turn in user_turns if turn >= self.dropped] or [newest_turn]:
-            ids = self.form.encode([*self.opening, *history[start:]])
+            turns = [*self.opening, *history[start:]]
+            schemas = () if self._tools is None else self._tools.schemas
+            ids = self.form.encode(turns, schemas) if schemas else self.form.encode(turns)
             leaves_room = len(ids) + reply_tokens <= context
             if leaves_room or (start == newest_turn and len(ids) < context):
                 self.dropped = start
@@ -150,6 +223,7 @@ class Session:
 
     def reset(self) -> None:
         self.history.clear()
+        self._has_begun = False
         self.pictures = []
         self.dropped = 0
 
@@ -182,6 +256,18 @@ class Session:
         return [*parts, {"type": "text", "text": turn.content.replace(PICTURE, "")}]
 
 
+def _shown_turn(turn: Mapping[str, Any]) -> Iterator[str]:
+    """Lines about the calls of an answer, or about a result."""
+    if turn["role"] == "tool":
+        text = " ".join(turn["content"].split())
+        yield f"[{turn['name']} -> {text[:_SHOWN] + ('...' if len(text) > _SHOWN else '')}]"
+        return
+    for call in turn.get("tool_calls", ()):
+        function = call["function"]
+        yield f"[{function['name']} {function['arguments'][:_SHOWN]}]"
+
+
+_SHOWN = 200  # characters of a call or a result
 INTERRUPTED = 130
 HELP = """\
 /image FILE        send an image with the next message; /image prints them, /image off removes them
@@ -201,6 +287,7 @@ Start a line with // to send a slash; end a line with \\ to write more lines."""
 @devices_option
 @quantize_option
 @speculation_options
+@tools_options
 @sampling_options
 def command(
     model: str,
@@ -211,6 +298,9 @@ def command(
     quantize: str | None,
     prompt_lookup: int | None,
     draft: str | None,
+    tools: tuple[str, ...],
+    environment: str | None,
+    max_turns: int,
     **settings: Any,
 ) -> int:
     """Chat with MODEL. From a pipe, each line is a message; replies go to stdout.
@@ -222,6 +312,7 @@ def command(
     folder = model_path(model)
     draft_path = draft_folder(prompt_lookup, draft)
     use = chosen_use(devices, quantize)
+    episodes = episodes_of(tools, environment, max_turns)
     from bloomery.data.chat.render import chat_format
     from bloomery.infer.generate import load_model
     from bloomery.infer.model_folder import find_model
@@ -237,11 +328,30 @@ def command(
     source = picture_source(files)
     eyes = None if source is None else Eyes(decoder, files, source)
     encoder = None if eyes is None else eyes.encoder
-    with text_flags(), chat_format(tokenizer, template, encoder) as form:
+    with text_flags(), chat_format(tokenizer, template, encoder) as form, ExitStack() as stack:
         sampling = Sampling(**settings)
+        live = None
+        if episodes is not None:
+            from bloomery.train.rl.live_episodes import LiveEpisode
+
+            live = LiveEpisode(episodes)
+            stack.callback(live.close)
         session = Session(
-            decoder, tokenizer, form, sampling, system=system, speculation=speculation, eyes=eyes
+            decoder,
+            tokenizer,
+            form,
+            sampling,
+            system=system,
+            speculation=speculation,
+            eyes=eyes,
+            tools=live,
+            template=template,
         )
+        if live is not None:
+            names = [tool["function"]["name"] for tool in live.schemas]
+            _note(f"tools: {', '.join(names)}")
+            for note in live.notes:
+                _note(f"warning: {note}")
         _note(f"{model}: context {decoder.config.max_positions:,} tokens; {form.description}")
         if eyes is not None:
             _note("/image FILE sends an image with the next message")
@@ -255,6 +365,9 @@ class Terminal:
 
     def __init__(self, session: "Session") -> None:
         self.session = session
+        session.on_step = self._show_step
+        self._is_line_open = False  # text was printed without the end of its line
+        self._is_after_step = False
         self.interactive = sys.stdin.isatty()
         self.prompt = "> " if self.interactive and sys.stdout.isatty() else ""
         if self.prompt and find_spec("readline"):
@@ -341,6 +454,10 @@ class Terminal:
         pending_space = ""  # white space is printed when text follows it
         has_text = False
         for piece in self.session.reply(text):
+            if self._is_after_step:  # the text of a further turn
+                self._is_after_step = False
+                pending_space = ""
+                has_text = False
             # The session drops messages as it begins the reply, so the note stands before the text.
             if not has_text and self.session.dropped > num_dropped:
                 count = self.session.dropped - num_dropped
@@ -352,10 +469,20 @@ class Terminal:
             printed_text = pending_text.rstrip() if has_text else pending_text.strip()
             has_text = has_text or bool(printed_text)
             click.echo(printed_text, nl=False)
+            self._is_line_open = self._is_line_open or bool(printed_text)
             sys.stdout.flush()
         click.echo()
+        self._is_line_open = False
         if self.prompt:
             _note(f"({self.session.speed})")
+
+    def _show_step(self, line: str) -> None:
+        """A call of a tool, or its result, on a line of its own."""
+        if self._is_line_open:
+            click.echo()
+            self._is_line_open = False
+        self._is_after_step = True
+        _note(harmless(line))
 
     def _reset(self, _argument: str) -> None:
         self.session.reset()

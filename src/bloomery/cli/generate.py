@@ -27,6 +27,7 @@ from bloomery.cli.common import (
     step_option,
     text_flags,
 )
+from bloomery.cli.tools import episodes_of, tools_options
 from bloomery.core.child import die_with_parent
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_input
@@ -467,6 +468,7 @@ def _prompts(prompt: str | None, prompts: Path | None) -> list[str]:
     type=click.Path(path_type=Path),
     help="Let requests name image files in this folder.",
 )
+@tools_options
 @step_option
 @devices_option
 @quantize_option
@@ -487,6 +489,9 @@ def serve_command(
     body_bytes: int | None,
     pictures: int,
     media_folder: Path | None,
+    tools: tuple[str, ...],
+    environment: str | None,
+    max_turns: int,
     step: str,
     devices: str,
     quantize: str | None,
@@ -506,9 +511,14 @@ def serve_command(
     if adapter_paths and len(models) > 1:
         raise UserError("adapters need one base", where="--adapter", fix="name one MODEL", code=2)
     adapter_folders = {name: model_path(path) for name, path in adapter_paths.items()}
-    from bloomery.serve.address import bound, token_for, url_for_others
+    from bloomery.serve.address import LOCAL, bound, token_for, url_for_others
 
     token = token_for(host, os.environ)
+    episodes = episodes_of(tools, environment, max_turns)
+    if episodes is not None and host not in LOCAL:
+        problem = "tools are called for clients of this machine alone"
+        fix = "leave out --host, or --tools and --environment"
+        raise UserError(problem, where=f"--host {host}", fix=fix, code=2)
     if media_folder is not None and not media_folder.is_dir():
         problem = "there is no such folder"
         fix = "name the folder of the images that requests may name"
@@ -562,6 +572,16 @@ def serve_command(
         if body_bytes is None:
             body_bytes = SEEING_BODY if seeing_names else limits.body_bytes
         limits = replace(limits, body_bytes=body_bytes)
+        server_tools = None
+        if episodes is not None:
+            from bloomery.serve.server_tools import ServerTools
+
+            server_tools = ServerTools(episodes, served_models, most=slots)
+            stack.callback(server_tools.close)
+            names = [tool["function"]["name"] for tool in server_tools.schemas]
+            echo(f"tools      {', '.join(names)}  (called by this server)", err=True)
+            for note in server_tools.notes:
+                echo(f"warning    {note}", err=True)
 
         def announce(url: str) -> None:
             echo(f"serving    {url}  (API: {url}v1, Ctrl+C ends it)", err=True)
@@ -580,6 +600,7 @@ def serve_command(
             on_ready=announce,
             show=open_browser,
             defaults=set_defaults,
+            tools=server_tools,
         )
     echo("stopped", err=True)
 

@@ -67,6 +67,7 @@ class RunningText:
     constraint: Constraint | None = None
     # Without the stop id that ended it; of rows of completions, with it.
     new: list[int] = field(default_factory=list)
+    stop_id: int | None = None  # the one that ended it, once it has
     is_removed: bool = False  # by `remove`: no update of it is handed out any more
 
 
@@ -377,6 +378,7 @@ class RunningBatch:
         token = sample_token(allowed, text.prompt, text.new, text.sampling, text.random)
         token = token if self.agree is None else int(self.agree(token))
         if token in text.sampling.stop_ids:
+            text.stop_id = token
             return TextUpdate(text, None, "stop")
         if text.constraint is not None:
             text.constraint.take(token)

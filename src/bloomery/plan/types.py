@@ -1,5 +1,6 @@
 """The plan of a run, without "auto". Stored as `plan.json`, replayed by `resume`."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -591,6 +592,25 @@ class EpisodesPlan(PlanPart):
         """FILE:NAME of each tool and of the environment: code of the user's."""
         own = () if self.environment.python is None else (self.environment.python,)
         return (*(tool.python for tool in self.tools), *own)
+
+    @classmethod
+    def of_places(
+        cls, tools: Sequence[str], environment: str | None, *, max_turns: int
+    ) -> "EpisodesPlan":
+        """`tools`: FILE:FUNCTION of each; `environment`: as for `of_environment`. Raises UserError for other texts."""
+        try:
+            sections = tuple(Tool(python=str(Path(place).absolute())) for place in tools)
+        except ValueError as error:
+            raise UserError(
+                f"no tools: {', '.join(tools)}",
+                where="tools",
+                fix="name FILE:FUNCTION, such as tools.py:search",
+                code=2,
+            ) from error
+        if environment is None:
+            return cls(tools=sections, environment=EnvironmentSection(), max_turns=max_turns)
+        plan = cls.of_environment(environment, max_turns=max_turns)
+        return plan.model_copy(update={"tools": sections})
 
     @classmethod
     def of_environment(cls, place: str, *, max_turns: int) -> "EpisodesPlan":

@@ -9,7 +9,7 @@ from typing import Any, Protocol, final
 from bloomery.data.chat.channels import ChannelParser
 from bloomery.data.chat.deltas import Delta
 from bloomery.infer.text import TextStream
-from bloomery.serve.engine import Chance, End, Piece
+from bloomery.serve.engine import Chance, End, Piece, Step
 from bloomery.serve.limits import Refused
 from bloomery.serve.parameters import Json
 from bloomery.serve.prompt_scores import Scores
@@ -18,7 +18,9 @@ from bloomery.serve.served import Served
 from bloomery.serve.thoughts import AnswerForm, AnswerParser, parsed_whole
 
 LOWEST = -9999.0  # of a token that is impossible: JSON has no infinity
-Events = AsyncIterator[tuple[int, Piece | End]]  # of each completion of a request, by its index
+Events = AsyncIterator[
+    tuple[int, Piece | End | Step]
+]  # of each completion of a request, by its index
 
 
 class Answer(Protocol):
@@ -39,11 +41,21 @@ class Answer(Protocol):
         """Server-sent events."""
 
 
-async def completed(events: Events, count: int) -> list[tuple[list[Piece], End]]:
-    """The pieces and the end of each completion. Raises Refused where one failed."""
+async def completed(
+    events: Events, count: int, steps: list[Step] | None = None
+) -> list[tuple[list[Piece], End]]:
+    """The pieces and the end of each completion. Raises Refused where one failed.
+
+    `steps`: gets those of an episode; the pieces are then those of its last answer.
+    """
     pieces: list[list[Piece]] = [[] for _ in range(count)]
     ends: dict[int, End] = {}
     async for index, event in events:
+        if isinstance(event, Step):
+            assert steps is not None, "only chats have episodes"
+            steps.append(event)
+            pieces[index].clear()
+            continue
         if isinstance(event, Piece):
             pieces[index].append(event)
             continue
@@ -56,10 +68,20 @@ async def completed(events: Events, count: int) -> list[tuple[list[Piece], End]]
 @final
 class ChatShape:
     """How /v1/chat/completions words its answers. `top`: how many of the likeliest tokens to report; None: no
-    log-probabilities. `form`: how thoughts and calls are written.
+    log-probabilities. `form`: how thoughts and calls are written. `is_episode`: the server calls the tools; then the
+    content is that of the last answer, and `steps` has the turns before it, with calls and results.
     """
 
-    def __init__(self, name: str, model: Served, top: int | None, form: AnswerForm) -> None:
+    def __init__(
+        self,
+        name: str,
+        model: Served,
+        top: int | None,
+        form: AnswerForm,
+        *,
+        is_episode: bool = False,
+    ) -> None:
+        self.is_episode = is_episode
         self.model = model
         self.ping: str | None = None
         self.top = top
@@ -68,10 +90,16 @@ class ChatShape:
 
     async def whole(self, events: Events, count: int, prompt_tokens: int) -> Json:
         """Raises Refused where a completion failed."""
-        completions = await completed(events, count)
+        steps = list[Step]()
+        completions = await completed(events, count, steps)
         choices = []
         for index, (pieces, end) in enumerate(completions):
             message = _message(parsed_whole(self.form, "".join(piece.text for piece in pieces)))
+            if self.is_episode:
+                # What the last answer calls is not called: there are no more turns.
+                message.pop("tool_calls", None)
+                message["steps"] = [turn for step in steps for turn in step.messages]
+                message["episode"] = end.episode
             is_call = "tool_calls" in message and end.reason == "stop"
             choices.append(
                 {
@@ -101,17 +129,27 @@ class ChatShape:
             parser = parsers.setdefault(index, self.form.parser())
             reason: str | None = None
             logprobs: Json | None = None
+            extra = list[Json]()
             if isinstance(event, End):
                 num_tokens += event.tokens
                 if event.problem:
                     yield _line(failed(event).body)
                     return
                 parts = parser.flush()
-                reason = "tool_calls" if event.reason == "stop" and parser.calls else event.reason
+                is_call = event.reason == "stop" and parser.calls and not self.is_episode
+                reason = "tool_calls" if is_call else event.reason
+                if self.is_episode:
+                    extra = [{"episode": event.episode}]
+            elif isinstance(event, Step):
+                parts = parser.flush()
+                extra = [{"steps": list(event.messages)}]
+                parsers[index] = self.form.parser()
             else:
                 parts = parser.push(event.text)
                 logprobs = None if event.chance is None else self._logprobs([event.chance])
-            deltas = [_delta(part) for part in parts]
+            if self.is_episode:
+                parts = [part for part in parts if part.call is None]
+            deltas = [*map(_delta, parts), *extra]
             if reason is not None or (logprobs is not None and not deltas):
                 deltas.append({})
             for number, delta in enumerate(deltas, 1):

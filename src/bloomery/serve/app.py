@@ -33,7 +33,7 @@ from bloomery.data.chat.thoughts import has_thought, is_thinking
 from bloomery.data.examples import Message
 from bloomery.infer.grammar import JsonText
 from bloomery.infer.sampling import Sampling, known_ids
-from bloomery.serve.answers import Answer, ChatShape, CompletionShape, failed
+from bloomery.serve.answers import Answer, ChatShape, CompletionShape, Events, failed
 from bloomery.serve.embeddings import MOST_INPUTS, Embedding, EmbeddingsRequest, embedded
 from bloomery.serve.engine import End, Engine, Job, Piece, QueueFull, Work
 from bloomery.serve.guard import MESSAGES, Guard, http_error, refused
@@ -55,6 +55,7 @@ from bloomery.serve.requests import (
 )
 from bloomery.serve.responses import ResponseShape, ResponsesRequest
 from bloomery.serve.served import Served
+from bloomery.serve.server_tools import ServedEpisode, ServerTools, refuse_misfits
 from bloomery.serve.thoughts import AnswerForm
 from bloomery.serve.tokenizing import SHORT_BYTES, Lane, Tokenizing, lane_of
 from bloomery.serve.tools import AnswerRules
@@ -81,6 +82,7 @@ class Conversation:
     ids: list[int]
     form: AnswerForm
     rules: AnswerRules | None  # None: any text
+    episode: ServedEpisode | None = None  # of tools that the server calls
 
     @property
     def name(self) -> str:
@@ -92,8 +94,15 @@ class Server:
     """The endpoints over an engine. `token`: the one that clients must send; None: any local one is served."""
 
     def __init__(
-        self, engine: Engine, *, token: str | None = None, defaults: Mapping[str, Any] | None = None
+        self,
+        engine: Engine,
+        *,
+        token: str | None = None,
+        defaults: Mapping[str, Any] | None = None,
+        tools: ServerTools | None = None,
     ) -> None:
+        """`tools`: those that chats use which bring none of their own; they are closed with the server."""
+        self.tools = tools
         self.defaults = dict(defaults or {})
         self.engine = engine
         self.limits = engine.limits
@@ -140,8 +149,10 @@ class Server:
         )
 
     def close(self) -> None:
-        """Requests that wait to be tokenized end."""
+        """Requests that wait to be tokenized end, and so do calls of tools."""
         self.tokenizing.close()
+        if self.tools is not None:
+            self.tools.close()
 
     async def page(self, _: Request) -> Response:
         text = files("bloomery.serve").joinpath("page.html").read_text(encoding="utf-8")
@@ -222,10 +233,19 @@ class Server:
 
     async def chat(self, request: Request) -> Response:
         async with self._read(request, ChatRequest) as params:
-            conversation = await self._encoded(request, params)
+            uses_tools = self.tools is not None and params.tools is None
+            conversation = await self._encoded(request, params, uses_tools=uses_tools)
         top = params.top_logprobs if params.logprobs else None
-        shape = ChatShape(conversation.name, conversation.model, top, conversation.form)
-        return await self._reply(request, params, shape, conversation)
+        is_episode = conversation.episode is not None
+        shape = ChatShape(
+            conversation.name, conversation.model, top, conversation.form, is_episode=is_episode
+        )
+        try:
+            return await self._reply(request, params, shape, conversation)
+        except BaseException:
+            if conversation.episode is not None:
+                conversation.episode.release()
+            raise
 
     async def respond(self, request: Request) -> Response:
         async with self._read(request, ResponsesRequest) as response_params:
@@ -274,7 +294,10 @@ class Server:
             conversation = await self._encoded(request, count_params.chat())
         return JSONResponse({"input_tokens": len(conversation.ids)})
 
-    async def _encoded(self, request: Request, params: ChatRequest) -> Conversation:
+    async def _encoded(
+        self, request: Request, params: ChatRequest, *, uses_tools: bool = False
+    ) -> Conversation:
+        """`uses_tools`: those of the server are offered."""
         model, adapter = self._model(params.model)
         if model.form is None:
             problem = f"{model.name} has no chat template; use /v1/completions, or serve it with --template chatml"
@@ -289,6 +312,47 @@ class Server:
         num_bytes += sum(len((turn.thinking or "").encode()) for turn in messages)
         self._measure(model, num_bytes, "messages")
 
+        episode = None
+        if uses_tools and self.tools is not None and params.tool_choice != "none":
+            refuse_misfits(params)
+            offered = self.tools.schemas
+            row = {"prompt": [turn.model_dump(exclude_none=True) for turn in params.messages]}
+            seed = secrets.randbits(63) if params.seed is None else params.seed % 2**63
+            episode = await self.tools.begin(model, messages, row, seed)
+            messages = episode.messages
+        try:
+            conversation = await self._rendered(
+                request,
+                params,
+                model,
+                adapter,
+                messages,
+                offered,
+                variables,
+                num_pictures,
+                num_bytes,
+            )
+        except BaseException:
+            if episode is not None:
+                episode.release()
+            raise
+        if episode is not None:
+            episode.begin_answer(conversation.ids, variables)
+        return replace(conversation, episode=episode)
+
+    async def _rendered(
+        self,
+        request: Request,
+        params: ChatRequest,
+        model: Served,
+        adapter: str | None,
+        messages: Sequence[Message],
+        offered: tuple[Json, ...],
+        variables: Json,
+        num_pictures: int,
+        num_bytes: int,
+    ) -> Conversation:
+        """The conversation as token ids, and how its answer is read."""
         # How the template writes calls is found once, in the thread of grammars.
         lane: Lane = "pictures" if num_pictures else lane_of(num_bytes)
         tools = None
@@ -370,6 +434,8 @@ class Server:
         ends = (*model.form.stop_ids, *model.ends)
         if conversation.form.offered:
             ends = (*ends, *model.call_ends)
+        if conversation.episode is not None:
+            ends = (*ends, *conversation.episode.ends)
         texts = model.form.stop_strings
         grammar = None
         if rules is not None:
@@ -379,7 +445,16 @@ class Server:
         adapter = conversation.adapter
         parameter = "tools" if params.callable_tools else "response_format"
         return await self._answer(
-            request, params, shape, adapter, [conversation.ids], ends, texts, grammar, parameter
+            request,
+            params,
+            shape,
+            adapter,
+            [conversation.ids],
+            ends,
+            texts,
+            grammar,
+            parameter,
+            conversation.episode,
         )
 
     async def complete(self, request: Request) -> Response:
@@ -577,6 +652,7 @@ class Server:
         texts: Sequence[str],
         grammar: Callable[[], JsonText] | None,
         parameter: str,
+        episode: ServedEpisode | None = None,
     ) -> Response:
         """`ends` and `texts` end an answer besides those of the request. `parameter`: the one behind the grammar."""
         model = shape.model
@@ -646,18 +722,19 @@ class Server:
         ]
         self._submit(lambda: self.engine.submit(jobs))
         usage = sum(len(ids) for ids in prompts)
+        events: Events = _events(arrived, jobs)
+        if episode is not None:
+            events = episode.events(self.engine, arrived, jobs[0])
         if params.stream:
             with_usage = params.stream_options is not None and params.stream_options.include_usage
-            lines = shape.streamed(_events(arrived, jobs), usage, with_usage=with_usage)
+            lines = shape.streamed(events, usage, with_usage=with_usage)
             return StreamingResponse(
                 lines if shape.ping is None else kept_alive(lines, shape.ping),
                 media_type="text/event-stream",
                 headers={"Cache-Control": "no-store"},
             )
         try:
-            return JSONResponse(
-                await _unless_gone(request, shape.whole(_events(arrived, jobs), len(jobs), usage))
-            )
+            return JSONResponse(await _unless_gone(request, shape.whole(events, len(jobs), usage)))
         finally:
             for job in jobs:
                 job.canceled = True

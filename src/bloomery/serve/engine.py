@@ -5,9 +5,9 @@ import threading
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol, final
+from typing import Any, Literal, Protocol, final
 
 from bloomery.core.errors import UserError
 from bloomery.data.pictures.prompts import PicturePrompt
@@ -44,7 +44,8 @@ class Piece:
 @dataclass(frozen=True)
 class End:
     """`tokens`: how many were generated. `problem`: why there are no more; `refused`: the request is at fault. `stop`:
-    the stop text that ended it.
+    the stop text that ended it. `ids`: the tokens, with the one that ended them (`stopped`). `episode`: what the
+    server's tools did in an answer of several turns.
     """
 
     reason: Literal["stop", "length", "error", "timeout", "closed"]
@@ -52,6 +53,17 @@ class End:
     problem: str = ""
     refused: bool = False
     stop: str | None = None
+    ids: tuple[int, ...] = ()
+    stopped: bool = False
+    episode: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Step(Piece):
+    """A piece without text, behind a turn that called tools of the server: the turn and the results, as messages."""
+
+    text: str = ""
+    messages: tuple[Mapping[str, Any], ...] = ()
 
 
 Put = Callable[[Piece | End], None]
@@ -320,7 +332,11 @@ class Engine:
                     job.put(Piece(last_text))
         if ending is not None:
             del self._running[text]
-            self._end(job, End(ending, len(text.new), problem, refused, job.output.stop))
+            stop_ids = () if text.stop_id is None else (text.stop_id,)
+            ids = (*text.new, *stop_ids)
+            stop = job.output.stop
+            end = End(ending, len(text.new), problem, refused, stop, ids, bool(stop_ids))
+            self._end(job, end)
 
     def _end(self, job: Job, end: End) -> None:
         self.counts[f"requests_{'canceled' if job.canceled else end.reason}"] += 1

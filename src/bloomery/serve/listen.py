@@ -26,6 +26,7 @@ from bloomery.serve.limits import Limits
 
 if TYPE_CHECKING:
     from bloomery.serve.served import Served
+    from bloomery.serve.server_tools import ServerTools
 
 GRACE = 5  # seconds for answers to end
 # How long the event loop waits for the engine's thread after each call that let go of Python's lock; at the default of
@@ -59,9 +60,11 @@ def serve(
     on_ready: Callable[[str], None] = lambda _: None,
     show: bool = False,
     defaults: Mapping[str, Any] | None = None,
+    tools: "ServerTools | None" = None,
 ) -> None:
     """Answers requests until SIGINT or SIGTERM. `on_ready` gets the URL; `show` opens it in a browser; `defaults`:
-    sampling settings of requests that leave these out. Raises UserError where the listener cannot listen any more.
+    sampling settings of requests that leave these out; `tools`: those that the server calls. Raises UserError where the
+    listener cannot listen any more.
     """
     from bloomery.serve.app import Server
     from bloomery.serve.engine import Engine
@@ -69,7 +72,7 @@ def serve(
     listen(listener, host)  # another process may have begun to, while models were loaded
     sys.setswitchinterval(SWITCH_SECONDS)
     with Engine(models, limits) as engine:
-        endpoints = Server(engine, token=token, defaults=defaults)
+        endpoints = Server(engine, token=token, defaults=defaults, tools=tools)
 
         def close() -> None:
             endpoints.close()

@@ -60,8 +60,10 @@ class Served:
         open_form: Callable[[], ChatFormat] | None = None,
         template: str = "",
         intake: PictureIntake | None = None,
+        template_name: str | None = None,
     ) -> None:
         """`open_form` makes a second chat format, for long conversations. `template`: the text of the chat template.
+        `template_name`: its name or file; None: it is the tokenizer's own.
         `intake`: reads the pictures of conversations; None: the model reads text alone.
         """
         self.name = name
@@ -69,6 +71,7 @@ class Served:
         self.tokenizer = tokenizer
         self.form = form
         self.template = template
+        self.template_name = template_name
         self.intake = intake
         self.adapters = adapters
         self.slots = limits.slots
@@ -269,6 +272,8 @@ def serve_loaded(
     found = find_template(template, tokenizer.config) if chats else None
     text = "" if found is None else found.text + (found.tool_use or "")
     form = open_form() if chats else None
-    served = Served(name, decoder, tokenizer, form, limits, adapters, open_form, text, intake)
+    served = Served(
+        name, decoder, tokenizer, form, limits, adapters, open_form, text, intake, template
+    )
     stack.callback(served.close)
     return served

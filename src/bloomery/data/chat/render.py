@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice, zip_longest
 from pathlib import Path
 from types import TracebackType
@@ -346,12 +346,14 @@ class Renderer:
         results: Sequence[Message],
         tools: tuple[Json, ...],
         end: str,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """The ids between the end of an answer and the next one: results of tools, and the header of the answer.
 
-        `messages` end with an answer like the one before, `end` is the control token that ended it. The answer itself
-        is never rendered again: what a model sampled may have other ids than its text. Raises UserError where the
-        template has no such end, or writes the turns before another way once others follow.
+        `messages` end with an answer like the one before, `end` is the control token that ended it, `variables` are
+        those of the prompt. The answer itself is never rendered again: what a model sampled may have other ids than its
+        text. Raises UserError where the template has no such end, or writes the turns before another way once others
+        follow.
         """
         turns = [as_turn(message) for message in (*messages, *results)]
         markup = self._tokenizer.markup
@@ -359,13 +361,13 @@ class Renderer:
         if markup.occurs([turns, tools]):
             (turns, broken_tools), mark = markup.broken([turns, tools])
             tools = tuple(broken_tools)
-        before, whole, place = self._renderings(turns, len(messages), tools, end)
+        before, whole, place = self._renderings(turns, len(messages), tools, end, variables)
         if end in before and not whole.startswith(before[:place]):
             # Qwen3 writes an empty thought into an answer without one while it is the last; a thought it keeps.
             answer = turns[len(messages) - 1]
             thoughtful = {**answer, "reasoning_content": _ANSWER, "thinking": _ANSWER}
             turns = [*turns[: len(messages) - 1], thoughtful, *turns[len(messages) :]]
-            before, whole, place = self._renderings(turns, len(messages), tools, end)
+            before, whole, place = self._renderings(turns, len(messages), tools, end, variables)
         if end not in before or not whole.startswith(before[:place]):
             problem = (
                 "writes the turns before a tool's result in another way once it follows"
@@ -385,11 +387,17 @@ class Renderer:
         return ids[1:]
 
     def _renderings(
-        self, turns: list[Json], num_before: int, tools: tuple[Json, ...], end: str
+        self,
+        turns: list[Json],
+        num_before: int,
+        tools: tuple[Json, ...],
+        end: str,
+        variables: Mapping[str, Any] | None,
     ) -> tuple[str, str, int]:
         """The first turns, all turns with the header of an answer, and where the first ones end in theirs."""
-        before: str = self._answered(turns[:num_before], tools, prompt=False)["text"]
-        whole: str = self._answered(turns, tools, prompt=True)["text"]
+        rendered = partial(self._answered, tools=tools, variables=variables)
+        before: str = rendered(turns[:num_before], prompt=False)["text"]
+        whole: str = rendered(turns, prompt=True)["text"]
         if whole.startswith(before) and whole[len(before) :].lstrip().startswith(end):
             # The header of the results ends the answer, as with GLM.
             space = len(whole[len(before) :]) - len(whole[len(before) :].lstrip())

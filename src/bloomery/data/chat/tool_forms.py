@@ -27,7 +27,9 @@ from bloomery.data.tokenizer.tokenizer import Tokenizer
 MARKER = "probe_tool"
 ID = "{id}"  # in a form: where the id of a call stands
 _ARGUMENTS: Json = {"probe_argument": "probe_value"}
-_TOOLS_FIX = "choose a model whose template does, or set data.chat.template=qwen"
+_TOOLS_FIX = (
+    "choose a model whose template does, or --template qwen (in a recipe data.chat.template=qwen)"
+)
 # Ids as templates take them: Mistral's of nine letters, and Kimi's, which name the function.
 _PROBE_IDS = ("a1b2c3d4e", f"functions.{MARKER}:0")
 _NINE_LETTERS = "[a-zA-Z0-9]{9}"

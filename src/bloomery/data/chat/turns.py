@@ -4,7 +4,7 @@ Tokenizers are no bijection: the text of sampled ids has other ids when it is en
 be those of tokens that nobody sampled.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from bloomery.data.chat.render import Renderer
@@ -53,15 +53,25 @@ class Turns:
         if self._form is not None:
             self.given([_ANY], ["result"], end_id)
 
-    def given(self, calls: Sequence[ToolCall], results: Sequence[str], end_id: int) -> list[int]:
-        """The ids that follow an answer with these calls, which `end_id` ended, up to the header of the next one."""
+    def given(
+        self,
+        calls: Sequence[ToolCall],
+        results: Sequence[str],
+        end_id: int,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The ids that follow an answer with these calls, which `end_id` ended, up to the header of the next one.
+
+        `variables`: of the template, besides messages and tools.
+        """
         answer = _called(calls)
         of_tools = [
             Message("tool", result, name=call.name, call_id=call.id)
             for call, result in zip(calls, results, strict=True)
         ]
         end = self._tokenizer.spelled(end_id).decode()
-        return self._renderer.continued((Message("user", ""), answer), of_tools, self._tools, end)
+        turns = (Message("user", ""), answer)
+        return self._renderer.continued(turns, of_tools, self._tools, end, variables)
 
 
 _ANY = ToolCall("tool", "{}", "call00000")  # Mistral's templates take ids of nine letters

@@ -7,7 +7,7 @@ on how many run at once nor on which rank it runs.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, final
@@ -51,6 +51,54 @@ class RunningEpisode:
     def ids(self) -> list[int]:
         """All that the model is given for its next answer."""
         return self.prompt_ids + self.completion.ids
+
+    def take_answer(
+        self, turns: Turns, ids: Sequence[int], logps: Sequence[float], *, truncated: bool
+    ) -> None:
+        """An answer joins the episode: its tokens, with the one that ended it unless it is `truncated`; its calls are
+        read.
+        """
+        completion = self.completion
+        completion.ids += ids
+        completion.logps += logps
+        completion.truncated = truncated
+        content, self.calls = turns.read(ids if truncated else ids[:-1])
+        self.turns += 1
+        self.messages.append(message_json(content, self.calls))
+
+    def is_calling(self, turns: Turns) -> bool:
+        """Whether its last answer calls tools, and ended as such an answer does."""
+        completion = self.completion
+        is_whole = not completion.truncated and turns.ends_turn(completion.ids[-1])
+        return bool(self.calls) and is_whole
+
+    def take_results(
+        self,
+        turns: Turns,
+        results: Sequence[ToolResult],
+        *,
+        room: int,
+        variables: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """Appends results, which nobody sampled. Those that leave no room for an answer are not given, and the episode
+        is over, as with TRL: then False. `room`: tokens that may follow; `variables`: of the chat template.
+        """
+        self.num_calls += len(results)
+        self.num_failed += sum(result.failed for result in results)
+        completion = self.completion
+        texts = [result.text for result in results]
+        ids = turns.given(self.calls, texts, completion.ids[-1], variables)
+        if len(ids) >= room:
+            return False
+        self.messages += [
+            {"role": "tool", "name": call.name, "content": result.text}
+            for call, result in zip(self.calls, results, strict=True)
+        ]
+        start = len(completion.ids)
+        completion.ids += ids
+        completion.logps += [0.0] * len(ids)
+        self.given.append([start, start + len(ids)])
+        return True
 
     def ended(self) -> Completion:
         self.completion.episode = Episode(
@@ -170,10 +218,7 @@ class EpisodeSampler:
             calling = [
                 episode
                 for episode in playing
-                if episode.calls
-                and episode.turns < self._max_turns
-                and not episode.completion.truncated
-                and self._turns.ends_turn(episode.completion.ids[-1])
+                if episode.is_calling(self._turns) and episode.turns < self._max_turns
             ]
             playing = self._call(calling, recorded, sampling.max_new_tokens) if calling else []
 
@@ -257,15 +302,7 @@ class EpisodeSampler:
             on_step=on_step,
         )
         for episode, answer in zip(playing, answers, strict=True):
-            whole = episode.completion
-            whole.ids += answer.ids
-            whole.logps += answer.logps
-            whole.truncated = answer.truncated
-            content, episode.calls = self._turns.read(
-                answer.ids if answer.truncated else answer.ids[:-1]
-            )
-            episode.turns += 1
-            episode.messages.append(message_json(content, episode.calls))
+            episode.take_answer(self._turns, answer.ids, answer.logps, truncated=answer.truncated)
 
     def _call(
         self, calling: Sequence[RunningEpisode], recorded: RecordedCalls, max_new_tokens: int
@@ -308,35 +345,11 @@ class EpisodeSampler:
                 if known is None:
                     new.append((episode.key, episode.turns, place, call, result))
                 whole.append(result)
-            if self._give(episode, whole, max_new_tokens):
+            room = self._room(episode, max_new_tokens)
+            if episode.take_results(self._turns, whole, room=room):
                 going_on.append(episode)
         recorded.add(new)
         return going_on
-
-    def _give(
-        self, episode: RunningEpisode, results: Sequence[ToolResult], max_new_tokens: int
-    ) -> bool:
-        """Appends results, which nobody sampled. Those that leave no room for an answer are not given, and the episode
-        is over, as with TRL: then False.
-        """
-        assert self._turns is not None
-        episode.num_calls += len(results)
-        episode.num_failed += sum(result.failed for result in results)
-        completion = episode.completion
-        ids = self._turns.given(
-            episode.calls, [result.text for result in results], completion.ids[-1]
-        )
-        if len(ids) >= self._room(episode, max_new_tokens):
-            return False
-        episode.messages += [
-            {"role": "tool", "name": call.name, "content": result.text}
-            for call, result in zip(episode.calls, results, strict=True)
-        ]
-        start = len(completion.ids)
-        completion.ids += ids
-        completion.logps += [0.0] * len(ids)
-        episode.given.append([start, start + len(ids)])
-        return True
 
 
 def _report(on_step: Callable[[int], None], num_over: int, num_done: int) -> None:
@@ -351,11 +364,14 @@ def row_of(prompt: Prompt) -> dict[str, Any]:
 
 def opening(prompt: Prompt, text: str | None) -> list[Message]:
     """The conversation of a prompt; the user's last turn ends with `text`."""
-    messages = (
-        [Message("user", prompt.text)]
-        if prompt.messages is None
-        else [as_message(turn) for turn in prompt.messages]
-    )
+    if prompt.messages is None:
+        return opening_messages([Message("user", prompt.text)], text)
+    return opening_messages([as_message(turn) for turn in prompt.messages], text)
+
+
+def opening_messages(turns: Sequence[Message], text: str | None) -> list[Message]:
+    """A conversation whose last turn of the user ends with `text`."""
+    messages = list(turns)
     if text is None:
         return messages
     if not messages or messages[-1].role != "user":
