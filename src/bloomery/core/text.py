@@ -48,7 +48,7 @@ _BIDI = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}
 _CONTROLS = {
     code: None for code in (*range(32), *range(127, 160), *_BIDI) if chr(code) not in "\n\t"
 }
-# Bytes of a file name that are not UTF-8.
+# Bytes of a file name that are not UTF-8, and halves of pairs that JSON has escaped.
 _SURROGATES = dict.fromkeys(range(0xD800, 0xE000), "\N{REPLACEMENT CHARACTER}")
 _UNPRINTED = _CONTROLS | _SURROGATES
 
@@ -61,6 +61,11 @@ def harmless(text: str) -> str:
     if text.isascii() and text.isprintable():
         return text
     return text.replace("\r\n", "\n").translate(_UNPRINTED)
+
+
+def encodable(text: str) -> str:
+    """`text` as UTF-8 can encode it: half of a surrogate pair becomes the replacement character."""
+    return text if text.isascii() else text.translate(_SURROGATES)
 
 
 def expanded(name: str | Path) -> Path:

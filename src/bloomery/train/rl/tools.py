@@ -14,6 +14,7 @@ from typing import Any, final
 
 from bloomery.core.child import Child
 from bloomery.core.errors import UserError
+from bloomery.core.text import encodable
 from bloomery.data.chat.tool_arguments import Json
 from bloomery.data.chat.tools import ToolCall
 from bloomery.plan.types import EpisodesPlan
@@ -109,7 +110,11 @@ class Tools:
             if "error" in answer:
                 problem = f"the environment cannot begin an episode: {answer['error']}"
                 raise self._failed(problem, "correct its reset, which takes the columns of a row")
-        return {number: answer["text"] for number, answer in zip(rows, answers, strict=True)}
+        texts = [answer["text"] for answer in answers]
+        return {
+            number: None if text is None else encodable(text)
+            for number, text in zip(rows, texts, strict=True)
+        }
 
     def call(self, calls: Mapping[int, Sequence[ToolCall]]) -> dict[int, list[ToolResult]]:
         """The results of the calls of each episode. All episodes work at the same time."""
@@ -122,7 +127,7 @@ class Tools:
         most = max(map(len, calls.values()), default=0)
         answers = self._asked(request, calls=most)
         return {
-            number: [ToolResult(str(text), bool(failed)) for text, failed in of_episode]
+            number: [ToolResult(encodable(str(text)), bool(failed)) for text, failed in of_episode]
             for number, of_episode in zip(calls, answers, strict=True)
         }
 

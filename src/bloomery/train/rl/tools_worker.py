@@ -47,6 +47,7 @@ from bloomery.train.rl.tool_functions import Json, called, failure, methods_of, 
 NO_NETWORK = "BLOOMERY_TOOLS_WITHOUT_NETWORK"  # in the environment of this process, which asks before it has threads
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 MOST_BYTES = 2**20  # of a message of an episode, which its code may write
+ORPHAN_SECONDS = 5.0  # for ending what tools have left behind
 ENDED = "the tool ended its process, or used too much memory"
 GARBLED = "the tool wrote into the connection of its process"
 
@@ -396,16 +397,32 @@ class Episodes:
 
 
 def _kill_orphans() -> None:
-    """Ends what tools have left behind, which is a child of this process by now."""
+    """Ends what tools have left behind, which is a child of this process by now.
+
+    Each that ends leaves its own children to this process: it looks again until there are none.
+    """
+    deadline = time.monotonic() + ORPHAN_SECONDS
+    while time.monotonic() < deadline:
+        orphans = _children()
+        if not orphans:
+            return
+        for process in orphans:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        for process in orphans:
+            with suppress(ChildProcessError):
+                os.waitpid(process, 0)
+
+
+def _children() -> list[int]:
     me = os.getpid()
+    processes = list[int]()
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, ValueError):
             parent = int(path.read_text().rpartition(")")[2].split()[1])
             if parent == me:
-                os.kill(int(path.parent.name), signal.SIGKILL)
-    with suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            continue
+                processes.append(int(path.parent.name))
+    return processes
 
 
 if __name__ == "__main__":
