@@ -1,9 +1,10 @@
 """The page of the machine, with recorded machines and made-up sensors."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
-from studio_for_tests import with_user
+from studio_for_tests import until, with_user
 
 from bloomery.hardware.machine import read_machine
 from bloomery.hardware.telemetry import SensorReading
@@ -19,7 +20,7 @@ def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def with_sensors(monkeypatch: pytest.MonkeyPatch, *readings: SensorReading) -> None:
     monkeypatch.setattr(
-        "bloomery.studio.machine_page.Sensors.read", lambda self, machine: list(readings)
+        "bloomery.studio.sensors.Sensors.read", lambda self, machine: list(readings)
     )
 
 
@@ -115,12 +116,63 @@ def test_a_machine_without_an_answering_sensor_says_so(monkeypatch) -> None:
 
 def test_sensors_are_read_once_for_all_pages_and_live(monkeypatch) -> None:
     from bloomery.hardware.detect import detect
-    from bloomery.studio.machine_page import Sensors
+    from bloomery.studio.sensors import Sensors
 
     machine = detect()
     sensors = Sensors()
     first = sensors.read(machine)
     assert [reading.device for reading in first][-1] == -1  # the CPU, from a process of its own
     assert sensors.read(machine) is first
-    monkeypatch.setattr("bloomery.studio.machine_page.UPDATE_SECONDS", 0.0)
+    monkeypatch.setattr("bloomery.studio.sensors.UPDATE_SECONDS", 0.0)
     assert sensors.read(machine) is not first
+
+
+def test_the_gpus_in_two_lines() -> None:
+    from bloomery.studio.sensors import gpu_words
+
+    def gpu(device: int, **figures: float) -> SensorReading:
+        return SensorReading(device=device, name="MI300X", **figures)
+
+    assert gpu_words([]) is None
+    one = gpu(0, temperature=64.4, critical=100, memory_gib=11.26, memory_total_gib=24)
+    assert gpu_words([one]) == ("MI300X", "64 °C · 11.3 of 24 GiB", False)
+    hot = gpu(1, temperature=91, critical=100, memory_gib=1, memory_total_gib=24)
+    assert gpu_words([one, hot]) == ("2 × MI300X", "64 to 91 °C · 12.3 of 48 GiB", True)
+    other = SensorReading(device=2, name="<b>", memory_gib=2)
+    assert gpu_words([one, other]) == ("2 GPUs", "64 °C · 13.3 GiB", False)
+
+
+@pytest.mark.parametrize(
+    "has_gpu, reading, shown",
+    [
+        (False, None, ""),
+        (True, SensorReading(device=0, name="RTX 3090", power=9.0), ""),
+        (True, SensorReading(device=-1, name="RTX 3090", temperature=50.0, memory_gib=3.0), ""),
+        (True, SensorReading(device=0, name="RTX 3090", temperature=51.0), "51 °C"),
+    ],
+)
+def test_the_rail_has_the_gpu_where_its_sensor_answers(monkeypatch, has_gpu, reading, shown) -> None:
+    name = "rtx-3090-old-driver" if has_gpu else "laptop-without-a-gpu"
+    machine = read_machine(MACHINES / f"{name}.json")
+    looks = list[int]()
+    monkeypatch.setattr("bloomery.studio.sensors.detect", lambda: looks.append(1) or machine)
+    monkeypatch.setattr("bloomery.studio.sensors.FIRST_SECONDS", 0.0)
+    with_sensors(monkeypatch, *filter(None, [reading]))
+
+    async def visit(user) -> None:
+        from bloomery.studio.sensors import shared_sensors
+
+        shared_sensors.cache_clear()
+        await user.open("/models")
+        await until(lambda: shared_sensors().is_known)
+        if shown:
+            await user.should_see(shown, retries=50)
+            await user.should_see("RTX 3090")
+        else:
+            await asyncio.sleep(0.3)
+            await user.should_not_see("RTX 3090")
+        await user.open("/")
+        await asyncio.sleep(0.3)
+        assert len(looks) == 1
+
+    with_user(visit)

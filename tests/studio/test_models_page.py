@@ -15,6 +15,9 @@ from bloomery.core.errors import UserError
 from bloomery.studio.commands import TOKEN as STUDIO_TOKEN
 from models_for_tests import make_model
 
+sys.path.append(str(Path(__file__).parents[1] / "plan"))
+from plan_help import loaded, machine, planned
+
 pytest.importorskip("nicegui", reason="the extra `studio` is not installed")
 
 
@@ -61,6 +64,35 @@ def test_checkpoints_adapters_and_exports_are_listed_and_damage_is_told() -> Non
         "./escape\\x1b": ("rename it: no page shows its name", 1000, False),
     }
     json.dumps([model_cells(model) for model in models.values()], ensure_ascii=False).encode()
+
+
+def test_a_model_elsewhere_is_listed_where_a_run_began_with_it(tmp_path: Path, monkeypatch) -> None:
+    """A base that was imported to another disk, and an export in the folder of a sweep's run; no checkpoint twice."""
+    from bloomery.studio.model_choices import models_here
+    from bloomery.studio.stored_models import stored_models
+
+    hub = tmp_path / "hub"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
+    elsewhere = make_model(tmp_path / "other disk" / "base")
+    cached = make_model(hub / "models--a--b" / "snapshots" / "0")
+    local = make_model(Path("models/base").absolute())
+    make_run("first")
+    checkpoint = make_model(Path("runs/first/checkpoints/step-00000001").absolute())
+    plan = planned(loaded(), machine())
+    Path("runs/sweep").mkdir()
+    Path("runs/sweep/sweep.json").write_text("{}")
+    for number, source in enumerate((elsewhere, elsewhere, cached, local, checkpoint, None)):
+        run = make_run(f"sweep/{number}")
+        began = plan.model_copy(update={"model": plan.model.model_copy(update={"source": source})})
+        (run / "plan.json").write_text(began.model_dump_json())
+    make_model(Path("runs/sweep/0/export"))
+    Path("models/base.gguf").write_bytes(b"GGUF")
+
+    listed = sorted(model.argument for model in stored_models())
+    expected = ["./models/base", "./models/base.gguf", "./runs/sweep/0/export"]
+    assert listed == sorted([*expected, str(elsewhere), "runs/first@1"])
+    offered = [choice.value for choice in models_here()]
+    assert offered.count("models/base.gguf") == 1 and str(elsewhere) in offered
 
 
 def choose(user, title: str) -> None:

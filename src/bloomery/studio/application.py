@@ -21,13 +21,14 @@ from bloomery.studio.commands import Commands
 from bloomery.studio.compare_page import compare_page
 from bloomery.studio.frame import failure_of, page
 from bloomery.studio.guard import StudioGuard
-from bloomery.studio.machine_page import Sensors, machine_page
+from bloomery.studio.machine_page import machine_page
 from bloomery.studio.model_server import ModelServers
 from bloomery.studio.models_page import models_page
 from bloomery.studio.new_run_page import new_run_page
 from bloomery.studio.page_messages import leave_out_odd_messages
 from bloomery.studio.run_page import run_page
 from bloomery.studio.runs_page import runs_page
+from bloomery.studio.sensors import shared_sensors
 from bloomery.studio.watching import Watching
 
 LIMITS = Limits(
@@ -40,7 +41,6 @@ PAGE_SECONDS = 60.0  # to build a page, on a machine whose cores train
 
 def add_pages(watching: Watching, commands: Commands) -> None:
     """Registers every page with NiceGUI, which has one application per process."""
-    sensors = Sensors()
     servers = ModelServers()
 
     async def runs() -> None:
@@ -59,7 +59,7 @@ def add_pages(watching: Watching, commands: Commands) -> None:
         await compare_page(watching, commands, runs, over, sweep)
 
     async def machine() -> None:
-        await machine_page(sensors, commands)
+        await machine_page(shared_sensors(), commands)
 
     async def models() -> None:
         await models_page(commands)

@@ -16,6 +16,7 @@ from bloomery.core.look import tokens
 from bloomery.core.text import harmless
 from bloomery.studio.charts import prefetch_links
 from bloomery.studio.commands import Command, Commands
+from bloomery.studio.sensors import RAIL_SECONDS, GpusOfRail, shared_sensors
 
 STATUS_COLORS = {
     "running": "positive",
@@ -97,6 +98,8 @@ def page(title: str, path: str, *, tells_errors: bool = True) -> Iterator[None]:
                     if place.path == path:
                         link.props("aria-current=page")
             with ui.element("div").classes("foot"):
+                gpus = GpusOfRail(shared_sensors())
+                update_every(RAIL_SECONDS, gpus.update)
                 switch = ui.button(icon="contrast")
                 switch.props('flat dense data-colors aria-label="Switch between light and dark"')
                 emit = f"() => emit(studioSwitchColors('{_COLORS}'))"

@@ -1,8 +1,6 @@
 """The page of this machine: the doctor's findings with the commands to copy, and its sensors live. No torch."""
 
 import asyncio
-import threading
-import time
 from collections.abc import Iterator
 from typing import NamedTuple, final
 
@@ -16,7 +14,7 @@ from bloomery.hardware.doctor.diagnose import diagnose, ready
 from bloomery.hardware.doctor.symptoms import Finding
 from bloomery.hardware.doctor.words import findings_headline, machine_facts
 from bloomery.hardware.machine import Machine
-from bloomery.hardware.telemetry import SensorReader, SensorReading, device_name, sensor_devices
+from bloomery.hardware.telemetry import SensorReading, device_name
 from bloomery.monitor.words import figure
 from bloomery.studio.command_progress import CommandProgress
 from bloomery.studio.commands import Commands
@@ -25,10 +23,9 @@ from bloomery.studio.fitting_models import ask_what_fits
 from bloomery.studio.frame import copy_button, notify, page, update_every
 from bloomery.studio.recipe_answers import Answers
 from bloomery.studio.run_draft import RunDraft, address_of_draft
+from bloomery.studio.sensors import HOT_SHARE, UPDATE_SECONDS, Sensors
 
-UPDATE_SECONDS = 2.0
 SUBJECT = "this machine"  # of its commands
-HOT_SHARE = 0.9  # of the temperature at which a device throttles
 
 
 class Level(NamedTuple):
@@ -43,32 +40,6 @@ LEVELS = {  # the gravest first
     "slows": Level("slows training", "warn"),
     "note": Level("note", ""),
 }
-
-
-@final
-class Sensors:
-    """Mutable: the sensors of this machine, read by one process for all pages."""
-
-    def __init__(self) -> None:
-        self.problems: list[str] = []  # sources that are not read any more
-        self._reader: SensorReader | None = None
-        self._latest: list[SensorReading] = []
-        self._read_at = 0.0
-        self._lock = threading.Lock()
-
-    def read(self, machine: Machine) -> list[SensorReading]:
-        """At most UPDATE_SECONDS / 2 old. Waits for a driver that does not answer, up to the deadline of the reader."""
-        with self._lock:
-            if self._reader is None:
-                self._reader = SensorReader(
-                    sensor_devices(machine),
-                    on_problem=self.problems.append,
-                    cpu_name=machine.host.cpu_name,
-                )
-            if time.monotonic() - self._read_at > UPDATE_SECONDS / 2:
-                self._latest = self._reader.read()
-                self._read_at = time.monotonic()
-            return self._latest
 
 
 async def begin_with(model: str) -> None:

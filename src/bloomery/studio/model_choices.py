@@ -20,7 +20,7 @@ from bloomery.infer.model_folder import folder_of_step
 from bloomery.model.configs import known_config
 from bloomery.recipe.load import by_release, load_recipe, packaged, twins
 from bloomery.recipe.yaml import read_yaml
-from bloomery.studio.stored_models import ADAPTER, stored_models
+from bloomery.studio.stored_models import ADAPTER, GGUF, stored_models
 
 RECENT_RUNS = 12  # whose models and datasets are offered again
 # The first that a page offers: small models of this year, each with a recipe for one GPU.
@@ -89,15 +89,11 @@ def models_here() -> list[Choice]:
         problem = ""
         if model.kind.startswith(ADAPTER):
             problem = "an adapter: Models merges it into its base"
+        elif model.kind == GGUF:
+            problem = "GGUF: training needs the folder it was made from"
         elif not model.kind.startswith("full"):
             problem = model.kind
         choices.append(Choice(path, title, model.kind.removeprefix("full, "), problem))
-    for place in (Path(), Path("models"), Path("exports")):
-        if place.is_dir():
-            choices += [
-                Choice(str(file), str(file), "", "GGUF: training needs the folder it was made from")
-                for file in sorted(place.glob("*.gguf"))
-            ]
     return choices
 
 

@@ -11,8 +11,9 @@ from typing import final
 
 from bloomery.core.errors import UserError, one_line
 from bloomery.core.files import read_whole
-from bloomery.core.run_folder import all_runs, every_run
+from bloomery.core.run_folder import every_run
 from bloomery.core.text import harmless
+from bloomery.hub import hub_cache_folder
 from bloomery.infer.model_folder import (
     best_on_disk,
     best_weight_steps,
@@ -64,19 +65,26 @@ class ListedModel:
 
 
 def stored_models() -> list[ListedModel]:
-    """Checkpoints of the runs in `runs/` and its sweeps, and model folders next to it; the newest first."""
+    """Checkpoints of the runs in `runs/` and its sweeps, model folders next to it, and those elsewhere that these runs
+    began with; the newest first.
+    """
     models = list[ListedModel]()
+    bases = dict[Path, None]()
     for run in every_run():
         with suppress(UserError, OSError):  # a run that is deleted meanwhile, or not readable
             models += _of_run(run)
-    for folder in _export_folders():
+        if (base := _base_of(run)) is not None:
+            bases[base] = None
+    exports = list(_export_folders())
+    known = {folder.resolve() for folder in exports}
+    elsewhere = [base for base in bases if base not in known]
+    for folder in [*exports, *elsewhere]:
         with suppress(OSError):
             size, changed = _size_of(folder)
             kind = kind_of_model(folder)
             origin = origin_of_export(folder)
-            models.append(
-                ListedModel(f"./{folder}", None, kind, size, changed, folder, origin=origin)
-            )
+            name = str(folder) if folder.is_absolute() else f"./{folder}"
+            models.append(ListedModel(name, None, kind, size, changed, folder, origin=origin))
     for file in _gguf_files():
         with suppress(OSError):
             stat = file.stat()
@@ -111,8 +119,25 @@ def _of_run(run: Path) -> Iterator[ListedModel]:
             )
 
 
+def _base_of(run: Path) -> Path | None:
+    """The folder of the model that a run began with, where it is a model folder of the user's and no checkpoint: one
+    that was imported, converted, or exported to another place.
+    """
+    try:
+        source = read_plan(run / "plan.json").model.source
+    except (UserError, OSError):  # none yet, or of another version
+        return None
+    folder = Path(str(source))
+    if source is None or not folder.is_absolute() or not (folder / "config.json").is_file():
+        return None
+    folder = folder.resolve()
+    is_of_the_hub = folder.is_relative_to(hub_cache_folder().resolve())
+    is_of_a_run = folder.parent.name == "checkpoints"
+    return None if is_of_the_hub or is_of_a_run else folder
+
+
 def _export_folders() -> Iterator[Path]:
-    places = [*_EXPORT_FOLDERS, *all_runs()]
+    places = [*_EXPORT_FOLDERS, *every_run()]
     for place in places:
         with suppress(OSError):
             for folder in sorted(place.iterdir()) if place.is_dir() else ():
