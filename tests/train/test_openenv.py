@@ -161,7 +161,9 @@ def server(file):
                 else:
                     seen = game.step(names["Move"].model_validate(asked["data"]))
             except ValueError:
-                data = {"message": "Invalid message", "code": "VALIDATION_ERROR", "errors": ["n"]}
+                mistake = {"type": "int_parsing", "loc": ["n"], "msg": "should be a number"}
+                data = {"message": "Invalid message", "code": "VALIDATION_ERROR"}
+                data["errors"] = [mistake]
                 connection.send(json.dumps({"type": "error", "data": data}))
                 continue
             observation = seen.model_dump(exclude={"reward", "done", "metadata"})

@@ -1,7 +1,8 @@
 """Environments of OpenEnv in TRL's form: `reset`, one tool, `step`, and the sum of its rewards. Does not import torch.
 
-OpenEnv's protocol, as openenv-core 0.3 has it: `reset(seed, episode_id, ...)` and `step(action)` return an observation
-with `done` and `reward`. An environment is a class of the user's, or runs in a server that is asked over a WebSocket.
+OpenEnv's protocol, as openenv-core 0.3 and openenv 0.10 have it: `reset(seed, episode_id, ...)` and `step(action)`
+return an observation with `done` and `reward`. An environment is a class of the user's, or runs in a server that is
+asked over a WebSocket.
 """
 
 import inspect
@@ -173,11 +174,23 @@ class ServerSession:
         if not isinstance(data, dict):
             raise RuntimeError("the server answers with something else than an observation")
         if answer.get("type") == "error":
-            details = f": {data['errors']}" if data.get("errors") else ""
-            raise RuntimeError(f"{data.get('message', 'the server failed')}{details}")
+            mistakes = "; ".join(_mistakes(data.get("errors"))) or data.get("message")
+            raise RuntimeError(mistakes or "the server failed")
         if not isinstance(data.get("observation"), dict):
             raise RuntimeError("the server answers with something else than an observation")
         return data
+
+
+def _mistakes(errors: Any) -> list[str]:
+    """What pydantic found in a message, each with the name of the field, as the server reports it."""
+    if not isinstance(errors, list):
+        return [str(errors)] if errors else []
+    return [
+        f"{'.'.join(map(str, error.get('loc', ())))}: {error.get('msg')}"
+        if isinstance(error, Mapping)
+        else str(error)
+        for error in errors
+    ]
 
 
 def server_schema(address: str) -> Json:
