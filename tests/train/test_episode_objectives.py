@@ -214,6 +214,9 @@ DISTILL = ("objective={kind: on_policy_distill, teacher: teacher, num_generation
 KINDS = {"ppo": PPO, "on_policy_distill": DISTILL}
 
 
+MESHES = (({}, 8), ({"replicate": 2}, 64), ({"shard": 2}, 8))
+
+
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     folder = tmp_path_factory.mktemp("episodes")
@@ -300,9 +303,13 @@ def test_a_run_that_is_killed_within_turns_ends_the_same(recipe, whole, tmp_path
         assert (last / name).read_bytes() == (expected / name).read_bytes()
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("mesh", "slots"), [({}, 8), ({"replicate": 2}, 64), ({"shard": 2}, 8)], ids=str
+    ("kind", "mesh", "slots"),
+    [
+        *((kind, mesh, slots) for kind in KINDS for mesh, slots in MESHES),
+        ("ppo", {"pipeline": 2}, 64),  # no teacher judges over stages
+    ],
+    ids=str,
 )
 def test_episodes_and_losses_are_the_same_on_any_ranks_and_slots(
     recipe, whole, tmp_path, kind, mesh, slots

@@ -135,6 +135,7 @@ def test_a_run_that_is_killed_within_turns_ends_the_same(recipe, whole, tmp_path
         ({}, 3),
         ({"replicate": 2}, 64),
         ({"shard": 2}, 8),
+        ({"pipeline": 2}, 64),
     ],
     ids=str,
 )
@@ -174,6 +175,22 @@ def test_what_tools_answered_before_a_kill_is_not_asked_again(recipe, tmp_path):
     # The held-out prompts of the last evaluation alone are asked again.
     own = sum(len(file.read_bytes().split(b"\n")) > 1 for file in (folder / "tools").iterdir())
     assert own == 4
+
+
+def test_another_number_of_ranks_reads_what_tools_answered(recipe, tmp_path):
+    """The second rank had played half of the episodes."""
+    (recipe / "calls.txt").unlink(missing_ok=True)
+    edits = ("train.max_steps=3", "checkpoint.every=2 steps", "eval.every=3 steps")
+    plan = plan_of(recipe, *EDITS, *LOOKUP, *edits)
+    folder = tmp_path / "run"
+    played(on_ranks(plan, replicate=2), folder, recipe, tool="lookup")
+    first = completions(folder)
+    files = {path.name: path.read_bytes() for path in (folder / "tools").iterdir()}
+    assert all(len(files[f"step-00000003-rank-{rank}.jsonl"]) > 0 for rank in (0, 1))
+    checkpoint = folder / "checkpoints" / "step-00000002"
+    played(plan, folder, recipe, tool="lookup", resume_from=checkpoint)
+    assert completions(folder) == first
+    assert {path.name: path.read_bytes() for path in (folder / "tools").iterdir()} == files
 
 
 def test_eval_plays_the_episodes_of_a_run(recipe, whole):

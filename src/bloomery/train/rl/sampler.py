@@ -254,7 +254,7 @@ class Sampler:
         if self._calls is None or phase != "rollout":
             return RecordedCalls(None)
         step = self._state.progress.step
-        return RecordedCalls(self._calls / f"step-{step + 1:08d}-rank-{self._mesh.rank}.jsonl")
+        return RecordedCalls(self._calls, f"step-{step + 1:08d}", self._mesh.rank)
 
     def _with_fewer_slots(self, sample: Callable[[], list[Completion]]) -> list[Completion]:
         """What `sample` returns; out of memory, it is called again with half as many slots, down to one."""

@@ -185,14 +185,16 @@ class Tools:
 class RecordedCalls:
     """What stateless tools have answered, in the run folder: a resumed run reads it and does not call them again.
 
-    A line per call: the episode's key, its turn, the call's place in it, what was called and what it answered.
+    A line per call: the episode's key, its turn, the call's place in it, what was called and what it answered. Each rank
+    has a file of each rollout, and reads those of all: before the kill another rank may have played its episodes.
     """
 
-    def __init__(self, path: Path | None) -> None:
-        """`path`: None where nothing is kept."""
-        self._path = path
+    def __init__(self, folder: Path | None, rollout: str = "", rank: int = 0) -> None:
+        """`folder`: None where nothing is kept. `rollout`: what the names of its files begin with."""
+        self._path = None if folder is None else folder / f"{rollout}-rank-{rank}.jsonl"
         self._answers: dict[tuple[int, int, int], tuple[str, str, ToolResult]] = {}
-        if path is not None and path.is_file():
+        paths = [] if folder is None else folder.glob(f"{rollout}-rank-*.jsonl")
+        for path in sorted(paths):
             for line in path.read_bytes().splitlines():
                 try:
                     key, turn, place, name, arguments, text, failed = json.loads(line)
