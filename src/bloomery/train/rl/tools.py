@@ -185,7 +185,7 @@ class Tools:
 class RecordedCalls:
     """What stateless tools have answered, in the run folder: a resumed run reads it and does not call them again.
 
-    A line per call: the episode's key, its turn, the call's place in it, what was called and what it answered. Each rank
+    A line per call: the episode's key, its turn, the call's place in it, what was called and what it answered. A rank
     has a file of each rollout, and reads those of all: before the kill another rank may have played its episodes.
     """
 
