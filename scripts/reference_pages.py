@@ -264,6 +264,30 @@ With `labels` that mask tokens, a generated recipe has `objective.kind: sft`; `p
 ```json
 {"input_ids": [464, 3139, 286, 2159, 318, 18065], "loss_mask": [0, 0, 0, 0, 0, 1]}
 ```
+
+## Scores of a teacher
+
+`bloomery generate TEACHER --data PATH --out answers.jsonl --top-scores K` writes rows of [`tokens`](#tokens), the
+prompt masked, and `answers.jsonl.scores`: at each token of
+an answer the teacher's K likeliest tokens, for `objective.teacher_scores` of [`distill`](objectives.md#distill).
+Binary, little-endian, no pickle:
+
+| bytes | what it is |
+|---|---|
+| 16 | the letters "bloomery scores" and a byte 1, the version |
+| 4 | uint32: K |
+| 4 | uint32: entries of the teacher's output layer |
+| 32 | SHA-256 of its tokenizer |
+| 8 | zeros |
+| then of each answer: 16 | BLAKE2b of all ids of the row as int64, prompt included |
+| 4 | uint32: place of the first token of the answer in the row |
+| 4 | uint32: N, tokens of the answer |
+| 4 x N x K | uint32: ids, the likeliest first |
+| 4 x N x K | float32: their log-probabilities in nats, at temperature 1 |
+
+That is 8 x K bytes per token of an answer: 512 with K = 64, 256 KiB for an answer of 512 tokens. Rows are found by
+their ids: files of several shards may be named together
+(`teacher_scores: part-*.jsonl.scores`), and rows may be shuffled or split, but not changed.
 """
 
 

@@ -15,6 +15,7 @@ from bloomery.core.units import GIB
 from bloomery.data.batch import Batch
 from bloomery.data.loader import Loader
 from bloomery.data.order import Cursor
+from bloomery.data.top_scores import scores_files
 from bloomery.model.io.weights import init_weights
 from bloomery.plan.types import RunPlan
 from bloomery.train.checkpoint.checkpointed_model import DrawWeights
@@ -173,8 +174,13 @@ def first_batches(plan: RunPlan, count: int) -> list[Batch]:
     data = plan.data
     sequences = plan.train.micro_batch_size
     seed = plan.train.seed
+    scores = plan.objective.stored_scores
     loader = Loader(
-        data.prepared, sequence_length=data.sequence_length, layout=data.layout, seed=seed
+        data.prepared,
+        sequence_length=data.sequence_length,
+        layout=data.layout,
+        seed=seed,
+        top_scores=() if scores is None else scores_files(scores),
     )
     batches = []
     for number in range(count):

@@ -23,6 +23,7 @@ PATH_KEYS = (
     "data.pictures",
     "data.chat.template",
     "objective.teacher",
+    "objective.teacher_scores",
 )
 _COUNT = re.compile(r"(\d+x)?(.*)")
 

@@ -184,6 +184,12 @@ _MAX_STDIN_BYTES = 4 * MIB
 )
 @click.option("--shard", metavar="I/N", help="With --out: answer part I of N of the rows.")
 @click.option(
+    "--top-scores",
+    metavar="K",
+    type=click.IntRange(min=1),
+    help="With --out: write the K likeliest tokens of each.",
+)
+@click.option(
     "--stop", metavar="TEXT", multiple=True, help="Stop before this text; can be repeated."
 )
 @step_option
@@ -203,6 +209,7 @@ def command(
     jsonl: bool,
     out: Path | None,
     shard: str | None,
+    top_scores: int | None,
     stop: tuple[str, ...],
     step: str,
     devices: str,
@@ -231,10 +238,14 @@ def command(
     if shard is not None and out is None:
         problem = "--shard is a part of the rows that --out writes"
         raise UserError(problem, where="--shard", fix="add --out FILE", code=2)
+    if top_scores is not None and (out is None or stop):
+        problem = "--top-scores writes token ids and scores beside the answers of --out, which end tokens alone end"
+        raise UserError(problem, where="--top-scores", fix="add --out FILE, remove --stop", code=2)
     folder = model_path(model)
     draft_path = draft_folder(prompt_lookup, draft)
     use = chosen_use(devices, quantize)
     from bloomery.data.examples import Example, Message, num_pictures, with_pictures_before
+    from bloomery.data.top_scores import ScoresHeader
     from bloomery.infer.answer_files import Shard, answer_file, shard_of, training_row
     from bloomery.infer.dataset_prompts import dataset_prompts
     from bloomery.infer.generate import Speed, load_model, writer
@@ -242,6 +253,7 @@ def command(
     from bloomery.infer.picture_prompts import Eyes, picture_source, seeing_source
     from bloomery.infer.sampling import Sampling
     from bloomery.infer.speculation import speculation_of
+    from bloomery.infer.top_scores import top_scores as answer_scores
 
     part = Shard(0, 1) if shard is None else shard_of(shard)
     chat = chat or data is not None or bool(images)
@@ -300,12 +312,36 @@ def command(
                 "quantize": quantize,
                 **settings,
             }
+            if top_scores is not None:
+                write_scored(path, top_scores, begun_with)
+                return
             with answer_file(path, begun_with) as answers:
                 rows = islice(part.of(dataset_prompts(data)), answers.num_rows, None)
                 while batch := list(islice(rows, _ROWS_AT_ONCE)):
                     completions = generator.complete([row.example for row in batch])
                     for row, completion in zip(batch, completions, strict=True):
                         answers.add(training_row(row.example, completion))
+
+        def write_scored(path: Path, top: int, begun_with: Json) -> None:
+            """The same as token ids, each answer with the likeliest tokens at each of its own."""
+            assert data is not None
+            vocab_size = decoder.lm_head.out_features
+            header = ScoresHeader(min(top, vocab_size), vocab_size, tokenizer.hash)
+            begun_with["top_scores"] = header.top
+            size = format_bytes(header.token_bytes)
+            echo(
+                f"scores     {header.top:,} of each token: {size} per token of an answer", err=True
+            )
+            with answer_file(path, begun_with, header) as answers:
+                rows = islice(part.of(dataset_prompts(data)), answers.num_rows, None)
+                while batch := list(islice(rows, _ROWS_AT_ONCE)):
+                    for row in batch:
+                        training_row(row.example, "")  # raises UserError for pictures
+                    for prompt_ids, answer in generator.answers([row.example for row in batch]):
+                        ends = [] if not answer.is_ended else [generator.end_id]
+                        answer_ids = [*answer.ids, *(end for end in ends if end is not None)]
+                        scores = answer_scores(decoder, prompt_ids, answer_ids, header.top)
+                        answers.add_scored(prompt_ids, answer_ids, *scores)
 
         asked: list[Any] = list(texts)
         if images and eyes is not None:

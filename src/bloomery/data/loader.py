@@ -18,6 +18,7 @@ from bloomery.data.packing import Ids, Layout, PackedSequence, PackedSequences
 from bloomery.data.pictures.batches import PictureLoader
 from bloomery.data.reference_scores import ReferenceScores
 from bloomery.data.shards import DOCUMENTS_PER_UNIT, SplitName, open_split, read_manifest
+from bloomery.data.top_scores import TopScores
 
 
 @final
@@ -30,7 +31,8 @@ class Loader:
     `context` ranks share the sequences of each data rank: of them this rank has the `context_rank`-th part.
 
     `reference`: a file of log-probabilities under a reference model, for the batches' extra "reference". A
-    ReferenceWriter filled it from `stored_batches`, for the run with the id `run`.
+    ReferenceWriter filled it from `stored_batches`, for the run with the id `run`. `top_scores`: files of a teacher's
+    likeliest tokens, for the extras "top_ids" and "top_logps".
 
     `prepare`: of each batch, for the device that it goes to.
     """
@@ -49,6 +51,7 @@ class Loader:
         context: int = 1,
         reference: Path | None = None,
         run: str = "",
+        top_scores: Sequence[Path] = (),
         prepare: Callable[[Batch], Batch] | None = None,
     ) -> None:
         manifest = read_manifest(prepared)
@@ -60,6 +63,7 @@ class Loader:
         self._reference = (
             None if reference is None else ReferenceScores(reference, self.tokens, run)
         )
+        self._top_scores = TopScores(top_scores, opened_split) if top_scores else None
         self._stored_pictures = opened_split.pictures
         self._pictures: PictureLoader | None = None
         if manifest.has_pictures:
@@ -175,6 +179,13 @@ class Loader:
                 self._reference.of_labels(sequence.label_indices, sequence.loss_mask)
                 for sequence in packed
             )
+        if self._top_scores is not None:
+            scores = [
+                self._top_scores.of_labels(sequence.label_indices, sequence.loss_mask)
+                for sequence in packed
+            ]
+            extras["top_ids"] = _stack(top_ids for top_ids, _ in scores)
+            extras["top_logps"] = _stack(logps for _, logps in scores)
         tokens = _stack(sequence.tokens for sequence in packed)
         documents = _stack(sequence.documents for sequence in packed)
         pictures = axes = None

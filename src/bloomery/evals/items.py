@@ -446,7 +446,7 @@ def complete_prompts(
         for place, completion in complete_requests(
             decoder, tokenizer, [requests[number] for number in order], slots=slots
         ):
-            completions[order[place]] = completion
+            completions[order[place]] = completion.text
             num_done += 1
             progress(f"{num_done:,} of {counted(len(requests), 'completions')}")
     return completions

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, cast, final
+from typing import Any, NamedTuple, cast, final
 
 from bloomery.core.errors import UserError
 from bloomery.core.units import counted
@@ -165,6 +165,14 @@ class TextRequest:
     constrain: Callable[[], Constraint] | None = None
 
 
+class Answer(NamedTuple):
+    """A completion: its text and its tokens. `is_ended`: by a stop id, which is not among them."""
+
+    text: str
+    ids: list[int]
+    is_ended: bool
+
+
 def complete_requests(
     decoder: Decoder,
     tokenizer: Tokenizer,
@@ -172,7 +180,7 @@ def complete_requests(
     *,
     slots: int,
     speed: Speed | None = None,
-) -> Iterator[tuple[int, str]]:
+) -> Iterator[tuple[int, Answer]]:
     """The index of each request and its completion, as they end. `slots` are decoded at once, in the order of requests.
 
     Raises UserError for logits that are not finite, and for a grammar that fails.
@@ -214,7 +222,7 @@ def complete_requests(
             if update.ended is not None or output.stopped:
                 del open_texts[update.text]
                 batch.remove(update.text)
-                yield index, "".join(pieces)
+                yield index, Answer("".join(pieces), update.text.new, update.ended == "stop")
 
 
 @final
@@ -245,17 +253,28 @@ class Writer:
 
     def complete(self, prompts: Sequence[Prompt], slots: int = 8) -> Iterator[str]:
         """The completions in the order of the prompts; up to `slots` of them decode together. Raises UserError."""
+        return (answer.text for _, answer in self.answers(prompts, slots))
+
+    def answers(
+        self, prompts: Sequence[Prompt], slots: int = 8
+    ) -> Iterator[tuple[list[int], Answer]]:
+        """As `complete`, the ids of each prompt and its completion."""
         rows = [self._fitting(prompt) for prompt in prompts]
         requests = [TextRequest(ids, self.sampling, self.stop, self.constrain) for ids in rows]
-        completions = dict[int, str]()
+        completions = dict[int, Answer]()
         next_number = 0
         for number, completion in complete_requests(
             self.decoder, self.tokenizer, requests, slots=slots, speed=self.speed
         ):
             completions[number] = completion
             while next_number in completions:
-                yield completions.pop(next_number)
+                yield rows[next_number], completions.pop(next_number)
                 next_number += 1
+
+    @property
+    def end_id(self) -> int | None:
+        """The token that ends an answer: of a turn, where the prompts are turns."""
+        return next(iter(self.sampling.stop_ids), self.tokenizer.eos_id)
 
     def _fitting(self, prompt: Prompt) -> list[int]:
         """Raises UserError that names the row of a dataset."""

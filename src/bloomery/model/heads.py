@@ -642,10 +642,10 @@ def _scores_and_divergence(
 ) -> Tensor:
     """[4, C] or [5, C], as in `Divergence`."""
     temperature = measure.temperature
-    logits_CV = _capped_logits(hidden_CD, weight_VD, bias_V, softcap)
+    logits_CV = capped_logits(hidden_CD, weight_VD, bias_V, softcap)
     with torch.no_grad():
         teacher_logprobs_CV = torch.log_softmax(
-            _capped_logits(teacher_hidden_CS, teacher_weight_VS, teacher_bias_V, teacher_softcap)
+            capped_logits(teacher_hidden_CS, teacher_weight_VS, teacher_bias_V, teacher_softcap)
             / temperature,
             1,
         )
@@ -666,7 +666,8 @@ def _scores_and_divergence(
     return torch.stack([scores_C, divergence_C, teacher_scores_C, agree_C, *entropies])
 
 
-def _capped_logits(
+def capped_logits(
     hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, softcap: float | None
 ) -> Tensor:
+    """[C, V] of hidden states, in float32 or wider."""
     return capped(widened(F.linear(hidden_CD.to(weight_VD.dtype), weight_VD, bias_V)), softcap)

@@ -11,7 +11,7 @@ from typing import Literal
 from bloomery.core import Choice
 from bloomery.core.device import can
 from bloomery.core.errors import UserError
-from bloomery.core.units import format_count, format_seconds
+from bloomery.core.units import format_bytes, format_count, format_seconds
 from bloomery.data.tokenizer.templates import NONE
 from bloomery.facts import attention as attention_facts
 from bloomery.facts.config import ModelConfig, TransformersBackend
@@ -414,6 +414,11 @@ def ineffective_settings(recipe: Recipe, *, accelerator: bool, precision: str) -
     if isinstance(recipe.objective, GroupRollouts) and recipe.objective.teacher is None:
         for name in sorted(TEACHER_KEYS & recipe.objective.model_fields_set):
             yield f"objective.{name} has no effect: objective.teacher is unset"
+    if recipe.objective.stored_scores is not None:
+        for name in sorted(
+            {"teacher_quantize", "teacher_stream"} & recipe.objective.model_fields_set
+        ):
+            yield f"objective.{name} has no effect with objective.teacher_scores: no teacher is loaded"
     own = recipe.objective.own_teacher
     if own is not None:
         for name in sorted(
@@ -647,6 +652,12 @@ def objective_choices(
             "objective.teacher",
             Choice(f"teacher of {format_count(parameter_count(teacher))}", reason),
         )
+    if dataset is not None and (scores := dataset.teacher_scores) is not None:
+        reason = (
+            f"{format_bytes(scores.bytes)} of the teacher's {scores.top:,} likeliest tokens, {scores.token_bytes:,}"
+            " bytes per token of an answer; no teacher is in memory"
+        )
+        yield "objective.teacher_scores", Choice("stored scores", reason)
     if dataset is not None and (alignment := dataset.alignment) is not None:
         aligned, alone = (
             f"{100 * count / max(1, alignment.tokens):.1f}%"

@@ -65,7 +65,12 @@ from bloomery.plan.dataset_size import OF_BYTES, DatasetSize, dataset_size, samp
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.pictures import pictures_of_prepared, pictures_of_rows, tower_in
 from bloomery.plan.store import read_plan
-from bloomery.plan.teacher_texts import alignment_of, prepared_alignment, teacher_folder
+from bloomery.plan.teacher_tokenizer import (
+    alignment_of,
+    prepared_alignment,
+    stored_scores,
+    teacher_folder,
+)
 from bloomery.plan.types import DatasetFacts, PictureFacts, TextAlignment
 from bloomery.plan.unsupported import (
     refuse_misfits,
@@ -413,6 +418,7 @@ def prepared_facts(manifest: Manifest, recipe: Recipe, prepared: Path) -> Datase
         teacher_tower_weights=_teacher_tower_weights(recipe) if tower_weights else 0,
         pictures=pictures,
         alignment=prepared_alignment(recipe, manifest, prepared),
+        teacher_scores=stored_scores(recipe, load_tokenizer(prepared)),
     )
 
 
@@ -562,6 +568,7 @@ def guessed(recipe: Recipe) -> DatasetFacts | None:
         teacher_tower_weights=_teacher_tower_weights(recipe) if tower_weights else 0,
         pictures=checked.pictures,
         alignment=checked.alignment,
+        teacher_scores=stored_scores(recipe, local_tokenizer(recipe)),
     )
 
 

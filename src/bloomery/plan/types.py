@@ -176,6 +176,14 @@ class TextAlignment(PlanPart):
     alone: int
 
 
+class StoredScores(PlanPart):
+    """The files of a teacher's `top` likeliest tokens: `token_bytes` for each token of an answer, `bytes` in all."""
+
+    top: int
+    token_bytes: int
+    bytes: int
+
+
 class DatasetFacts(PlanPart):
     """Facts of a dataset for a plan. Ids are those of the tokenizer, None when absent.
 
@@ -205,6 +213,7 @@ class DatasetFacts(PlanPart):
     pictures: PictureFacts | None = (
         None  # None also where the model's tower or its sizes are not known
     )
+    teacher_scores: StoredScores | None = None  # in place of a teacher
     alignment: TextAlignment | None = (
         None  # None: a teacher has this tokenizer, or is not on this disk
     )

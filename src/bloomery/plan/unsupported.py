@@ -48,7 +48,13 @@ from bloomery.plan.stages import refuse_schedule
 from bloomery.plan.types import DatasetFacts, EpisodesPlan
 from bloomery.plan.vision import refuse_vision_misfits
 from bloomery.recipe.episodes import EnvironmentSection
-from bloomery.recipe.objectives import GroupRollouts, OnPolicyDistill, RewardedRollouts, Rollouts
+from bloomery.recipe.objectives import (
+    Distill,
+    GroupRollouts,
+    OnPolicyDistill,
+    RewardedRollouts,
+    Rollouts,
+)
 from bloomery.recipe.rewards import PluginReward, PythonReward, VerifierReward, reward_name
 from bloomery.recipe.schema import Lora, NoAdapter, Peft, Recipe
 
@@ -279,11 +285,34 @@ def refuse_recipe(recipe: Recipe) -> None:
     refuse_method_misfits(recipe)
     refuse_schedule(recipe.parallel)
     refuse_vision_misfits(recipe)
+    if isinstance(recipe.objective, Distill):
+        _refuse_distill_misfits(recipe.objective)
     if recipe.quantize.kind != "none" and recipe.adapter.kind == "none":
         raise UserError(
             f"{recipe.quantize.kind} weights are not trainable, and the recipe has no adapter",
             where=f"quantize.kind={recipe.quantize.kind}",
             fix="set adapter.kind=lora, or quantize.kind=none to train every weight",
+            code=2,
+        )
+
+
+def _refuse_distill_misfits(objective: Distill) -> None:
+    """Raises UserError for a distillation without a teacher or with two, and for scores at another temperature."""
+    if (objective.teacher is None) == (objective.teacher_scores is None):
+        missing = objective.teacher is None
+        raise UserError(
+            "distill needs a teacher" if missing else "a teacher and the scores of one",
+            where="objective.teacher" if missing else "objective.teacher_scores",
+            fix="set objective.teacher, or objective.teacher_scores to a file of its scores"
+            if missing
+            else "remove objective.teacher, or objective.teacher_scores",
+            code=2,
+        )
+    if objective.teacher_scores is not None and objective.temperature != 1.0:
+        raise UserError(
+            "the likeliest tokens of a file have their probabilities at temperature 1",
+            where=f"objective.temperature={objective.temperature:g}",
+            fix="set objective.temperature=1, or objective.teacher in place of objective.teacher_scores",
             code=2,
         )
 

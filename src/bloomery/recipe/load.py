@@ -665,6 +665,7 @@ _PATHS: tuple[tuple[tuple[str, ...], Callable[[str, Path], str]], ...] = (
     (("tokenizer", "from"), _local_or_name),
     (("data", "chat", "template"), _local_or_name),
     (("objective", "teacher"), _teacher),
+    (("objective", "teacher_scores"), _absolute),
     (("sample", "prompts", "*", "image"), _absolute),
     (("rewards", "*", "python"), _file_of_function),
     (("tools", "*", "python"), _file_of_function),

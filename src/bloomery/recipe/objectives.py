@@ -45,6 +45,11 @@ class ObjectiveSection(Section):
         """The form in which the model is its own teacher, if it is."""
         return None
 
+    @property
+    def stored_scores(self) -> str | None:
+        """The files with a teacher's scores, in place of a teacher."""
+        return None
+
 
 class Pretrain(ObjectiveSection):
     """Trains on every token."""
@@ -169,12 +174,22 @@ class Distill(Taught):
     """Distillation: `kd_ratio` of the loss is the divergence from a larger model, the rest is that of the labels."""
 
     kind: Literal["distill"] = Field(description="Knowledge distillation from a teacher.")
-    teacher: str = Field(description=f"{TEACHER}.", examples=[A_TEACHER])
+    teacher: str | None = key(None, f"{TEACHER}; unset: teacher_scores.", A_TEACHER)
+    teacher_scores: str | None = key(
+        None,
+        "In place of a teacher: the file with its likeliest tokens that `bloomery generate --top-scores` wrote; * in"
+        " the name: several.",
+        "answers.jsonl.scores",
+    )
     temperature: PositiveFloat = key(1.0, "Temperature of both distributions.")
     kd_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = key(
         0.5,
         "Share of the distillation loss; the rest is cross-entropy with the labels (torchtune's kd_ratio).",
     )
+
+    @property
+    def stored_scores(self) -> str | None:
+        return self.teacher_scores
 
 
 class Rollouts(ObjectiveSection):

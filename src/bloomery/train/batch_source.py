@@ -14,6 +14,7 @@ from bloomery.data.batch import Batch
 from bloomery.data.loader import Loader, Prefetcher
 from bloomery.data.shards import SplitName
 from bloomery.data.tokenizer.tokenizer import Tokenizer
+from bloomery.data.top_scores import scores_files
 from bloomery.infer.forward import pinned
 from bloomery.model.decoder import Decoder
 from bloomery.monitor.events import Emit
@@ -82,6 +83,7 @@ class DatasetSource:
             inputs.run,
             mesh,
             seed=inputs.plan.train.seed,
+            top_scores=inputs.plan.objective.stored_scores,
         )
 
     @contextmanager
@@ -112,7 +114,9 @@ def open_loader(
     mesh: Mesh = SINGLE_RANK,
     *,
     seed: int,
+    top_scores: str | None = None,
 ) -> Loader:
+    """`reference` and `run` as of `Loader`. `top_scores`: the files of a teacher's, by their name or pattern."""
     return Loader(
         data.prepared,
         sequence_length=data.sequence_length,
@@ -125,5 +129,6 @@ def open_loader(
         context=mesh.context,
         reference=reference,
         run=run,
+        top_scores=() if top_scores is None else scores_files(top_scores),
         prepare=pinned if data.pin_memory else None,
     )

@@ -252,7 +252,13 @@ def open_run_dataset(
     if has_validation and plan.objective.spec.source == "dataset":
         mesh = state.model_and_optimizer.mesh
         validation = open_loader(
-            data, "validation", files.get("validation"), run, mesh, seed=plan.train.seed
+            data,
+            "validation",
+            files.get("validation"),
+            run,
+            mesh,
+            seed=plan.train.seed,
+            top_scores=plan.objective.stored_scores,
         )
     return OpenedDataset(
         tokenizer=tokenizer,

@@ -1,5 +1,6 @@
 """Training objectives: the head that the decoder runs, and the loss of its output as sums."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -79,6 +80,7 @@ from bloomery.train.objectives.losses import (
     simpo_loss,
     sum_of_terms,
 )
+from bloomery.train.objectives.stored_scores import TOP_IDS, TOP_LOGPS, StoredDivergence
 from bloomery.train.objectives.text_spans import (
     SpanScores,
     SpanTeacherPass,
@@ -640,9 +642,22 @@ def distillation(settings: Distill, teacher: Decoder, *, chunk: int) -> Objectiv
     )
 
 
+def stored_distillation(settings: Distill, *, chunk: int) -> Objective:
+    """As `distillation`, from the scores of a file."""
+    return Objective(
+        head=lambda batch: StoredDivergence(batch, chunk),
+        loss=lambda output_2BT, batch: distillation_loss(
+            output_2BT, batch.loss_mask, kd_ratio=settings.kd_ratio, temperature=1.0
+        ),
+        loss_unit="label",
+    )
+
+
 def distill(inputs: ObjectiveInputs) -> Objective:
     settings = inputs.objective
     assert isinstance(settings, Distill)
+    if settings.teacher_scores is not None:
+        return stored_distillation(settings, chunk=inputs.scoring.settings.chunk)
     teacher, before = teacher_of(inputs)
     assert teacher is not None, "the labels are a dataset's: the model has nothing to tell itself"
     objective = distillation(settings, teacher, chunk=inputs.scoring.settings.chunk)
@@ -793,6 +808,16 @@ def with_text_structure(batch: Batch, plan: RunPlan) -> Batch:
     reference = reference_of(plan.objective, plan.adapter, plan.vision.train)
     if reference.value == "precomputed" and "reference" not in batch.extras:
         batch = batch.with_extras(reference=torch.zeros_like(batch.loss_mask))
+    if plan.objective.stored_scores is not None and TOP_IDS not in batch.extras:
+        assert plan.dataset is not None and plan.dataset.teacher_scores is not None
+        top = plan.dataset.teacher_scores.top
+        places_BTK = torch.arange(top).expand(*batch.tokens.shape, top)
+        batch = batch.with_extras(
+            **{
+                TOP_IDS: places_BTK.int(),
+                TOP_LOGPS: torch.full(places_BTK.shape, -math.log(2.0 * top)),
+            }
+        )
     if plan.aligns_texts:
         # A teacher of another tokenizer reads the same shapes; each token is a span of its own.
         places_BT = torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens)

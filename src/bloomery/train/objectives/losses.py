@@ -256,13 +256,14 @@ def log_odds(scores: Tensor) -> Tensor:
 
 
 def distillation_loss(
-    output_4BT: Tensor, loss_mask_BT: Tensor, *, kd_ratio: float, temperature: float
+    output_BT: Tensor, loss_mask_BT: Tensor, *, kd_ratio: float, temperature: float
 ) -> LossParts:
     """kd_ratio * temperature^2 * KL(teacher || model) + (1 - kd_ratio) * cross-entropy, summed over the loss tokens.
 
-    arXiv:1503.02531, section 2: the square keeps the gradient's size independent of the temperature.
+    arXiv:1503.02531, section 2: the square keeps the gradient's size independent of the temperature. `output_BT`: the
+    log-probabilities of the labels first, then the divergences.
     """
-    scores_BT, divergence_BT, _, _ = output_4BT
+    scores_BT, divergence_BT = output_BT[:2]
     is_loss_token_BT = loss_mask_BT != 0
     losses_BT = kd_ratio * temperature**2 * divergence_BT - (1 - kd_ratio) * scores_BT
     metrics = {

@@ -1,4 +1,4 @@
-"""A teacher with another tokenizer: what it is refused for, and how much of a sample both read alike. No torch."""
+"""What a teacher's tokenizer means for a plan: texts that both read alike, and scores of a file. No torch."""
 
 from collections.abc import Iterable
 from itertools import islice
@@ -9,10 +9,11 @@ from bloomery.data.prompts import Prompt, Prompts
 from bloomery.data.shards import Manifest
 from bloomery.data.tokenizer.alignment import aligned_spans, continuing_ids, token_ends
 from bloomery.data.tokenizer.tokenizer import TOKENIZER_FILES, Tokenizer, load_tokenizer
+from bloomery.data.top_scores import KEY, common_header, scores_files
 from bloomery.facts.limits import refuse_teacher_tokenizer, tokenizer_difference
 from bloomery.hub import cached_model
 from bloomery.model.io.stored import is_bare
-from bloomery.plan.types import TextAlignment
+from bloomery.plan.types import StoredScores, TextAlignment
 from bloomery.recipe.objectives import TaughtByDivergence
 from bloomery.recipe.schema import Recipe
 
@@ -78,6 +79,26 @@ def prepared_alignment(recipe: Recipe, manifest: Manifest, prepared: Path) -> Te
     if manifest.kind == "prompts":
         prompts = Prompts(prepared, seed=0)
     return alignment_of(recipe, folder, load_tokenizer(prepared), map(_text, prompts))
+
+
+def stored_scores(recipe: Recipe, tokenizer: Tokenizer | None) -> StoredScores | None:
+    """The files of a teacher's scores, if the objective has them. `tokenizer`: of the dataset, None if it is unknown.
+
+    Raises UserError for scores of another tokenizer, and for files that are none.
+    """
+    pattern = recipe.objective.stored_scores
+    if pattern is None:
+        return None
+    paths = scores_files(pattern)
+    header = common_header(paths)
+    if tokenizer is not None and tokenizer.hash != header.tokenizer:
+        raise UserError(
+            "the scores are of another tokenizer than the dataset",
+            where=KEY,
+            fix="set tokenizer.from to the model that wrote the scores, or train a model of its family",
+        )
+    size = sum(path.stat().st_size for path in paths)
+    return StoredScores(top=header.top, token_bytes=header.token_bytes, bytes=size)
 
 
 def _text(prompt: Prompt) -> str:
