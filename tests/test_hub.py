@@ -153,6 +153,47 @@ def test_a_download_that_was_killed_keeps_its_whole_files(tmp_path):
         assert (tmp_path / folder / "model.safetensors").read_bytes() == WEIGHTS
 
 
+TOLD = """
+import sys
+from pathlib import Path
+from bloomery import hub
+from bloomery.core import growth
+from bloomery.core.progress import told_to
+growth.LOOK_SECONDS = 0.02
+with told_to(lambda text: print(text, flush=True)):
+    if sys.argv[1] == "push":
+        hub.push(Path(sys.argv[2]), "me/mine")
+    else:
+        hub.download("org/large", to=Path(sys.argv[2]) if sys.argv[2:] else None)
+"""
+
+
+@pytest.mark.parametrize("place", [[], ["here"]], ids=["into the cache", "into a folder"])
+def test_a_download_tells_how_much_has_come_and_of_a_second_one_the_rest(tmp_path, place):
+    files = {"config.json": b"{}", "model.safetensors": WEIGHTS}
+    total = f" of {len(WEIGHTS) / 2**20:,.0f} MiB"
+    with fake_hub(
+        {"org/large": files}, hold=True, cut_after={"model.safetensors": 22_000_000}
+    ) as server:
+        words = [sys.executable, "-c", TOLD, "download", *place]
+        setting = {"env": Client(tmp_path, server.url).environment, "cwd": tmp_path, "text": True}
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, **setting)
+        assert server.stalled.wait(30)
+        # While the rest is waited for: what the library has written so far.
+        for line in process.stdout:
+            assert line.rstrip().endswith(total)
+            if 10 <= int(line.split()[0].replace(",", "")) <= 21:
+                break
+        else:
+            pytest.fail("nothing was told")
+        process.kill()
+        process.communicate()
+        done = subprocess.run(words, capture_output=True, check=True, **setting)
+        assert all(line.endswith(total) for line in done.stdout.splitlines())
+        done = subprocess.run(words, capture_output=True, check=True, **setting)
+        assert not done.stdout or done.stdout.startswith("0 of 0 MiB")
+
+
 def test_a_download_into_a_folder_holds_files_and_no_links(server, tmp_path):
     code = "from pathlib import Path; from bloomery import hub; hub.download('org/model', to=Path('here'))"
     environment = Client(tmp_path, server.url).environment
@@ -422,6 +463,22 @@ def test_a_push_creates_a_private_repository_and_uploads_every_file(to_push, tmp
         assert done.returncode == 0, done.stderr
         assert server.pushed == {"me/mine": files, "me/open": files}
         assert server.created == {"me/mine": "private", "me/open": "public"}
+
+
+def test_a_push_tells_how_much_it_has_sent_and_makes_one_commit(to_push, tmp_path):
+    folder, files = to_push
+    (folder / "model.safetensors").write_bytes(bytes(3 * 2**20))
+    with fake_hub({}) as server:
+        environment = Client(tmp_path / "home", server.url, HF_TOKEN="hf_writer").environment
+        words = [sys.executable, "-c", TOLD, "push", str(folder)]
+        done = subprocess.run(words, env=environment, text=True, capture_output=True, check=True)
+        assert sorted(server.pushed["me/mine"]) == sorted(files)
+        assert sum("/commit/" in path for _, path, *_ in server.asked) == 1
+    lines = done.stdout.splitlines()
+    assert sorted(line.split(", ")[1] for line in lines) == sorted(files)
+    sent = [int(line.split(" of ")[0]) for line in lines]
+    assert sent == sorted(sent) and sent[0] == 0 and len(lines) == len(files)
+    assert all(" of 3 MiB, " in line for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -5,20 +5,22 @@ are wanted, what is refused before anything is downloaded, and when the network 
 """
 
 import fnmatch
-import glob
 import logging
 import os
 import re
 import shlex
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, final
 
 from bloomery.core.errors import UserError, of_the_system
+from bloomery.core.growth import told_growth
+from bloomery.core.progress import progress
 from bloomery.core.text import closest, expanded, redact_secrets
+from bloomery.core.units import MIB
 from bloomery.random_models import folder_of, is_random
 
 Kind = Literal["model", "dataset"]
@@ -255,6 +257,7 @@ def download(
     """
     from huggingface_hub import HfApi
     from huggingface_hub.constants import HF_HUB_OFFLINE
+    from huggingface_hub.file_download import repo_folder_name
 
     repository = parse_id(name, "dataset" if part == "dataset" else "model")
     wanted, unwanted = _patterns(part, glob)
@@ -267,7 +270,10 @@ def download(
         # The listing alone shows what to refuse: weights that are pickles, a dataset that is a program.
         api = HfApi(token=hub_token())
         info: Any = api.repo_info(
-            repository.name, repo_type=repository.kind, revision=repository.revision
+            repository.name,
+            repo_type=repository.kind,
+            revision=repository.revision,
+            files_metadata=True,
         )
         files = [str(sibling.rfilename) for sibling in info.siblings or []]
         for file in files:
@@ -282,7 +288,17 @@ def download(
 
         place = to or hub_cache_folder()
         print(f"{repository}: {len(wanted_files)} files, into {place}", file=sys.stderr, flush=True)
-        return _snapshot(repository, wanted, unwanted, local_dir=to, token=hub_token())
+        cached = hub_cache_folder() / repo_folder_name(
+            repo_id=repository.name, repo_type=repository.kind
+        )
+        files_there = to or cached / "snapshots" / str(info.sha)
+        missing_bytes = sum(
+            sibling.size or 0
+            for sibling in info.siblings or []
+            if sibling.rfilename in wanted_files and not (files_there / sibling.rfilename).is_file()
+        )
+        with told_growth(to or cached, missing_bytes):
+            return _snapshot(repository, wanted, unwanted, local_dir=to, token=hub_token())
 
 
 def _patterns(part: Part, glob: str | None = None) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -520,26 +536,36 @@ def push(folder: Path, repo: str, *, public: bool = False, dry_run: bool = False
 
 
 def _upload(
-    repository: Repository, folder: Path, files: Collection[str], token: str, *, public: bool
+    repository: Repository, folder: Path, files: Mapping[str, int], token: str, *, public: bool
 ) -> None:
-    from huggingface_hub import HfApi
+    """`files`: the bytes of each, by its name."""
+    from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if not sys.stderr.isatty():
         disable_progress_bars()
     api = HfApi(token=token)
+    branch = repository.revision
     with explained(repository):
         try:
             api.create_repo(repository.name, private=not public, exist_ok=True)
-            if repository.revision is not None:
-                api.create_branch(repository.name, branch=repository.revision, exist_ok=True)
-            api.upload_folder(
-                repo_id=repository.name,
-                folder_path=folder,
-                revision=repository.revision,
-                commit_message="Upload with Bloomery",
-                allow_patterns=[glob.escape(name) for name in files],
+            if branch is not None:
+                api.create_branch(repository.name, branch=branch, exist_ok=True)
+
+            # Weights go one after the other, and are no part of the branch before the commit with all files. What has
+            # been uploaded is not sent again when an upload that was interrupted is repeated.
+            total = sum(files.values())
+            done = 0
+            additions = []
+            for name, num_bytes in files.items():
+                progress(f"{done / MIB:,.0f} of {total / MIB:,.0f} MiB, {name}")
+                addition = CommitOperationAdd(name, folder / name)
+                api.preupload_lfs_files(repository.name, [addition], revision=branch)
+                additions.append(addition)
+                done += num_bytes
+            api.create_commit(
+                repository.name, additions, commit_message="Upload with Bloomery", revision=branch
             )
         except HfHubHTTPError as error:
             status = getattr(error.response, "status_code", None)

@@ -9,9 +9,9 @@ import psutil
 import pytest
 from studio_for_tests import make_run, opened_list, with_user
 
+from bloomery.core.files import size_of
 from bloomery.monitor import events
 from bloomery.monitor.events import RunEnded
-from bloomery.runs.cleaning import size_of
 from bloomery.studio import watching
 from bloomery.studio.watching import END_BYTES, Watching
 from bloomery.view.step_columns import NEWEST

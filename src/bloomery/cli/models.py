@@ -1,5 +1,7 @@
 """Commands that make and move models: `export`, `merge`, `import`, `convert`, and the Hub's `download` and `push`"""
 
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -289,7 +291,9 @@ def download_command(name: str, dataset: bool, target_folder: Path | None) -> No
         click.echo(name)
         return
     try:
-        folder = download(name, part="dataset" if dataset else "model", to=target_folder)
+        # On a terminal the library of the Hub has bars of its own.
+        with nullcontext() if sys.stderr.isatty() else progress_line("download"):
+            folder = download(name, part="dataset" if dataset else "model", to=target_folder)
     except KeyboardInterrupt:
         click.echo("interrupted: run the same command again to resume the download", err=True)
         raise
@@ -311,7 +315,8 @@ def push_command(folder: Path, repo: str, public: bool, dry_run: bool) -> None:
     """
     from bloomery.hub import push
 
-    upload = push(folder, repo, public=public, dry_run=dry_run)
+    with nullcontext() if sys.stderr.isatty() else progress_line("push"):
+        upload = push(folder, repo, public=public, dry_run=dry_run)
     # The list of files is the result of a dry run, and a log of an upload.
     verb = "would upload" if dry_run else "upload"
     for name, num_bytes in upload.files.items():

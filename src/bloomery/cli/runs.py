@@ -29,7 +29,7 @@ from bloomery.cli.cleaning import clean_command, rm_command
 from bloomery.cli.common import echo, json_option, literal, print_json, run_argument
 from bloomery.cli.notes import note_command
 from bloomery.core.errors import UserError
-from bloomery.core.files import write_durably
+from bloomery.core.files import size_of, write_durably
 from bloomery.core.run_folder import (
     RunFolder,
     all_runs,
@@ -58,7 +58,6 @@ from bloomery.monitor.events import (
     read_events,
 )
 from bloomery.recipe.values import LONGEST_PROFILE
-from bloomery.runs.cleaning import size_of
 from bloomery.runs.event_hub import last_step
 from bloomery.train.diagnostics.profile_request import NOT_RECORDED, PROFILE, PROFILE_ASKED
 from bloomery.view.incidents import KILLED

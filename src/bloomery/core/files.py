@@ -416,3 +416,24 @@ def unstamped(path: Path) -> dict[str, Any]:
     if body.get(_STAMP) != stamp_of(stamped_entries):
         raise ValueError("its content has changed")
     return body
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file, or of all files in a folder; a link counts itself."""
+    if path.is_symlink() or not path.is_dir():
+        return path.lstat().st_size
+    total = 0
+    folders = [os.fspath(path)]
+    while folders:
+        # What is deleted meanwhile, or may not be read, has no size.
+        with (
+            suppress(FileNotFoundError, NotADirectoryError, PermissionError),
+            os.scandir(folders.pop()) as entries,
+        ):
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+                elif entry.is_symlink() or entry.is_file():
+                    with suppress(FileNotFoundError):
+                        total += entry.stat(follow_symlinks=False).st_size
+    return total

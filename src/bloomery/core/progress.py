@@ -18,6 +18,11 @@ def progress(text: str) -> None:
         listener(text)
 
 
+def is_heard() -> bool:
+    """Whether this thread has a listener: for progress that costs more than a call."""
+    return _listener.get() is not None
+
+
 @contextmanager
 def told_to(listener: Callable[[str], None]) -> Iterator[None]:
     """Inside the block `listener` gets every text."""

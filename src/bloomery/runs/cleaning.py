@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Literal
 
 from bloomery.core.errors import UserError
-from bloomery.core.files import abandoned, cache_folder, open_regular, read_whole, remove, try_lock
+from bloomery.core.files import (
+    abandoned,
+    cache_folder,
+    open_regular,
+    read_whole,
+    remove,
+    size_of,
+    try_lock,
+)
 from bloomery.core.run_folder import (
     SWEEP_FILE,
     RunFolder,
@@ -43,27 +51,6 @@ class Leftover:
     bytes: int
     reason: str
     loss: str = ""
-
-
-def size_of(path: Path) -> int:
-    """Bytes of a file, or of all files in a folder; a link counts itself."""
-    if path.is_symlink() or not path.is_dir():
-        return path.lstat().st_size
-    total = 0
-    folders = [os.fspath(path)]
-    while folders:
-        # What is deleted meanwhile, or may not be read, has no size.
-        with (
-            suppress(FileNotFoundError, NotADirectoryError, PermissionError),
-            os.scandir(folders.pop()) as entries,
-        ):
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(entry.path)
-                elif entry.is_symlink() or entry.is_file():
-                    with suppress(FileNotFoundError):
-                        total += entry.stat(follow_symlinks=False).st_size
-    return total
 
 
 def deletable(folder: Path) -> Leftover:

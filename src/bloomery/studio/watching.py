@@ -12,7 +12,7 @@ from typing import final
 from urllib.parse import quote
 
 from bloomery.core.errors import UserError, one_line, system_errors_worded
-from bloomery.core.files import open_regular, read_whole
+from bloomery.core.files import open_regular, read_whole, size_of
 from bloomery.core.run_folder import every_run, is_run, is_sweep
 from bloomery.core.run_lock import worked_on
 from bloomery.core.run_notes import NOTES_FILE, read_notes
@@ -20,7 +20,6 @@ from bloomery.core.text import harmless, redact_secrets
 from bloomery.monitor.events import Decode, decode_json, fast_decode
 from bloomery.plan.store import read_plan
 from bloomery.plan.types import RunPlan
-from bloomery.runs.cleaning import size_of
 from bloomery.view.curves import Points, RunCurves
 from bloomery.view.incidents import Incident, incident_of
 from bloomery.view.reader import LIVE, RunReader, status_of
