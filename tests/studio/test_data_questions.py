@@ -84,10 +84,12 @@ def test_rows_that_cannot_be_read_are_left_out_at_a_button() -> None:
         await user.should_see("Say which column is which.", retries=50)
         user.find("Use these columns").click()
         await until(lambda: "is empty" in mistake_at(user, "Dataset"))
+        assert mistake_at(user, "Dataset") == "line 2: Customer wrote is empty: correct it"
         assert not start_button(user).enabled
         user.find("Leave out rows that cannot be read").click()
         await settled(user)
         assert mistake_at(user, "Dataset") == ""
+        await user.should_see("1 of 31 rows is left out, the first at messy.csv:2")
         user.find("Start").click()
         await until(lambda: commands.started)
 

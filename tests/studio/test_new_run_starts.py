@@ -5,7 +5,16 @@ from pathlib import Path
 
 import pytest
 from studio_for_tests import RecordedCommands, until, with_user
-from test_new_run_page import CHAT, MODEL, answer, field, settled, start_button, write_rows
+from test_new_run_page import (
+    CHAT,
+    MODEL,
+    answer,
+    field,
+    mistake_at,
+    settled,
+    start_button,
+    write_rows,
+)
 
 from bloomery.recipe.load import load_recipe
 from bloomery.studio.new_run_page import without_time
@@ -159,5 +168,41 @@ def test_a_price_that_is_typed_once_is_in_every_plan() -> None:
         await user.should_see("2 runs, one for each combination of the values: about", retries=50)
         set_field(user, "price", "")
         await until(lambda: not (Path("state") / "bloomery" / "price.json").exists())
+
+    with_user(visit, RecordedCommands())
+
+
+def test_enter_takes_the_only_row_that_has_what_is_typed() -> None:
+    from models_for_tests import make_chat_model
+
+    make_chat_model(Path("models/tiny-llama"))
+
+    async def visit(user) -> None:
+        await user.open("/new")
+        user.find(marker="Model").trigger("focus")
+        await user.should_see("Packaged recipes, each with its model", retries=50)
+        answer(user, "Model", "tiny-ll")
+        await until(lambda: field(user, "Model").value == "models/tiny-llama")
+        # Several rows: what is typed stays, with its mistake.
+        user.find(marker="Model").trigger("focus")
+        answer(user, "Model", "qwen")
+        await until(lambda: "no such folder" in mistake_at(user, "Model"))
+        assert field(user, "Model").value == "qwen"
+        await user.should_see("Correct the model first.")
+
+    with_user(visit, RecordedCommands())
+
+
+def test_runs_that_train_now_are_named_beside_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bloomery.studio import new_run_page
+
+    monkeypatch.setattr(new_run_page, "running_names", lambda watching: ["busy"])
+
+    async def visit(user) -> None:
+        await user.open("/new")
+        answer(user, "Model", MODEL)
+        answer(user, "Dataset", "chats.jsonl")
+        await settled(user)
+        await user.should_see("busy trains now: on the same device, each takes longer.")
 
     with_user(visit, RecordedCommands())

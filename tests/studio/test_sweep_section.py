@@ -4,10 +4,11 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from studio_for_tests import make_run, until, with_user
+from studio_for_tests import RecordedCommands, make_run, until, with_user
 
 from bloomery.monitor.events import TaskDone
 from bloomery.sweep.store import Score, SweepFolder
@@ -200,3 +201,36 @@ def test_a_score_is_marked_as_best_only_where_the_noise_supports_it() -> None:
     )
     worse = tested | {"difference": -0.1, "difference_low": -0.15, "difference_high": -0.05}
     assert supported_best({"a": score(0.7, 0.6, 0.8), "b": score(0.6, 0.5, 0.7, **worse)}) == "a"
+
+
+def test_a_sweep_that_was_stopped_continues_at_a_button() -> None:
+    make_sweep(judged=2)
+    commands = RecordedCommands()
+
+    async def visit(user) -> None:
+        await user.open("/compare?sweep=s")
+        await user.should_see("Continue the sweep", retries=50)
+        user.find("Continue the sweep").click()
+        await until(lambda: commands.started)
+
+    with_user(visit, commands)
+    assert commands.started == [("sweep", "tiny")]
+
+
+def test_a_sweep_that_has_just_begun_shows_what_its_command_prints() -> None:
+    class Begun(RecordedCommands):
+        def of(self, subject: str):
+            return SimpleNamespace(
+                line="bloomery sweep",
+                code=None,
+                printed_bytes=7,
+                text=lambda: "folder ..",
+                arguments=("sweep",),
+            )
+
+    async def visit(user) -> None:
+        await user.open("/compare?sweep=later")
+        await user.should_see("starting")
+        await user.should_see("folder ..")
+
+    with_user(visit, Begun())

@@ -763,6 +763,8 @@ def warnings(
     length = plan.data.sequence_length
     if dataset is not None and dataset.template.endswith(NOT_OWN):
         yield f"the chat template is {dataset.template}: the model may not know its markup"
+    if dataset is not None and dataset.unreadable:
+        yield dataset.unreadable
     if dataset is not None and dataset.left_out:
         dropped = counted(dataset.left_out, "examples")
         yield f"{dropped} dropped: all labels within {length:,} tokens are masked"

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from bloomery import hub
 from bloomery.core.errors import UserError
+from bloomery.core.units import counted
 from bloomery.data.chat.render import EncodedExample, Renderer
 from bloomery.data.chat.written import notes as left_out_notes
 from bloomery.data.examples import BadRow, Example
@@ -61,7 +62,13 @@ from bloomery.model.configs import (
     stated_config,
 )
 from bloomery.model.io.stored import find_tensors, is_bare, stored_parameters, vision_tensors
-from bloomery.plan.dataset_size import OF_BYTES, DatasetSize, dataset_size, sample_rows
+from bloomery.plan.dataset_size import (
+    OF_BYTES,
+    DatasetSize,
+    RowSample,
+    dataset_size,
+    sample_rows,
+)
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.pictures import pictures_of_prepared, pictures_of_rows, tower_in
 from bloomery.plan.store import read_plan
@@ -569,6 +576,7 @@ def guessed(recipe: Recipe) -> DatasetFacts | None:
         pictures=checked.pictures,
         alignment=checked.alignment,
         teacher_scores=stored_scores(recipe, local_tokenizer(recipe)),
+        unreadable=checked.unreadable,
     )
 
 
@@ -585,13 +593,28 @@ class _BadRowLimit(ReadStats):
 
 
 class _CheckedRows(NamedTuple):
-    """`template`: where the chat template comes from. `size`: of the training split, with its `pictures`."""
+    """`template`: where the chat template comes from. `size`: of the training split, with its `pictures`. `unreadable`:
+    rows that are left out, as a sentence.
+    """
 
     template: str
     texts: Texts
     size: DatasetSize
     pictures: PictureFacts | None = None
     alignment: TextAlignment | None = None
+    unreadable: str = ""
+
+
+def _unreadable(counters: Sequence[ReadStats], samples: Sequence[RowSample]) -> str:
+    """The rows among those that were read which data.on_error=skip leaves out, as a sentence."""
+    skipped = sum(counter.skipped for counter in counters)
+    if not skipped:
+        return ""
+    first = next(counter.first_skipped for counter in counters if counter.skipped)
+    read = skipped + sum(len(sample.documents) for sample in samples)
+    part = "" if all(sample.is_whole for sample in samples) else "the first "
+    verb = "is" if skipped == 1 else "are"
+    return f"{skipped:,} of {part}{counted(read, 'rows')} {verb} left out, the first at {first}"
 
 
 def _checked_rows(recipe: Recipe) -> _CheckedRows:
@@ -603,10 +626,11 @@ def _checked_rows(recipe: Recipe) -> _CheckedRows:
     corpora = streams(recipe)
 
     # The first rows, as documents. A source has one kind.
+    counters = [_BadRowLimit() for _ in corpora]
     try:
         samples = [
-            sample_rows(corpus, files=FILES, on_error=data.on_error, stats=_BadRowLimit())
-            for corpus in corpora
+            sample_rows(corpus, files=FILES, on_error=data.on_error, stats=counter)
+            for corpus, counter in zip(corpora, counters, strict=True)
         ]
     except _TooManyBadRows:
         return _CheckedRows("", "none", DatasetSize((), (), OF_BYTES))
@@ -676,7 +700,8 @@ def _checked_rows(recipe: Recipe) -> _CheckedRows:
         rows_per_document=num_rows / max(1, sum(map(len, encoded))),
         sequences=size.sequences,
     )
-    return _CheckedRows(template, kinds.texts, size, pictures, alignment)
+    unreadable = _unreadable(counters, samples)
+    return _CheckedRows(template, kinds.texts, size, pictures, alignment, unreadable)
 
 
 def _prompt_text(example: Example) -> str:

@@ -203,6 +203,7 @@ class DatasetFacts(PlanPart):
     prompts: int = 0  # of an epoch, where the dataset has prompts
     longest_prompt: int = 0  # in tokens
     left_out: int = 0
+    unreadable: str = ""  # rows that data.on_error=skip leaves out, as a sentence
     cut_short: int = 0
     template: str = ""  # a description of the chat template
     texts: Texts = "none"

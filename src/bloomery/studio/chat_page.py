@@ -63,7 +63,7 @@ class ModelChoices:
     def __init__(self, models: Sequence[str], device: str, stored: Sequence[ListedModel]) -> None:
         self.models = list(models)
         self.device = device
-        self._labels = {model.argument: label_of(model) for model in stored}
+        self._labels = {model.argument: field_label_of(model) for model in stored}
         with (
             heading("Chat", "") as (_, self.below),
             ui.element("div").classes("toolbar") as self.toolbar,
@@ -76,9 +76,12 @@ class ModelChoices:
 
     def _add_field(self, label: str, number: int) -> None:
         value = self.models[number] if number < len(self.models) else None
-        labels = self._labels | (
-            {value: harmless(value)} if value and value not in self._labels else {}
-        )
+        labels = dict(self._labels)
+        if value and value not in labels:  # of the Hub, or a step that is not kept any more
+            run, _, step = value.rpartition("@")
+            is_step = bool(run) and step.isdecimal()
+            name = harmless(run if is_step else value).removeprefix("runs/")
+            labels[value] = f"step {int(step):,} of {name}" if is_step else name
         field = ui.select(
             labels,
             value=value,
@@ -114,6 +117,14 @@ def label_of(model: ListedModel) -> str:
     if model.step is None:
         return name
     return f"{name}, step {model.step:,}" + (", the best" if model.is_best else "")
+
+
+def field_label_of(model: ListedModel) -> str:
+    """In a narrow field, where the end of a name is cut off: what tells two steps of a run apart comes first."""
+    name = harmless(model.model.removeprefix("runs/").removeprefix("./"))
+    if model.step is None:
+        return name
+    return f"step {model.step:,}{', the best,' if model.is_best else ''} of {name}"
 
 
 def _show_start(stored: Sequence[ListedModel], choices: ModelChoices) -> None:

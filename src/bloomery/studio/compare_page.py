@@ -121,7 +121,7 @@ async def compare_page(
         if folder is not None:
             num_begun = await asyncio.to_thread(count_begun, folder)
             command = CommandView(commands, sweep)
-            section = SweepSection(folder)
+            section = SweepSection(folder, commands)
 
             async def update() -> None:
                 command.update()
@@ -326,6 +326,8 @@ class CompareView:
         self._shown_lines: list[Line] = []
         self._recipes = self._table("What differs in the recipes")
         self._recipes.props("loading")
+        if len(self.runs) == 1:  # nothing can differ
+            self._recipes.parent_slot.parent.visible = False  # type: ignore[union-attr]  # a card
         self._metrics = self._table("Final metrics")
         if len(self.runs) > 1 and not self._sweep:  # a sweep tests them itself
             with ui.element("div").classes("toolbar"):

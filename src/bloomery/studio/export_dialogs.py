@@ -18,7 +18,7 @@ from bloomery.export import K_TYPES
 from bloomery.studio.commands import Commands
 from bloomery.studio.components import button, choice, sentence, text
 from bloomery.studio.frame import notify, question
-from bloomery.studio.stored_models import num_parameters
+from bloomery.studio.stored_models import merged_weights, num_parameters
 
 SUBJECT = "exports"  # of their commands
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -83,10 +83,13 @@ async def ask_to_export(
     model, separator, step = argument.rpartition("@")
     if not (separator and step.isdecimal()):
         model, step = argument, ""
-    stem = re.sub(r"[^\w.-]+", "-", f"{Path(model).name}{'-' if step else ''}{step}")
+    # A run of a sweep with the name of the sweep.
+    name = model.removeprefix("runs/") if model.startswith("runs/") else Path(model).name
+    stem = re.sub(r"[^\w.-]+", "-", f"{name}{'-' if step else ''}{step}")
     parameters = None
-    if folder and not is_adapter:
-        parameters = await asyncio.to_thread(num_parameters, Path(folder))
+    if folder:
+        weights = await asyncio.to_thread(merged_weights, Path(folder))
+        parameters = None if weights is None else await asyncio.to_thread(num_parameters, weights)
     chosen = {"to": "merged" if is_adapter else "hf", "type": "q8_0"}
     is_typed = False  # the place that is written to
 
@@ -181,7 +184,7 @@ async def ask_to_push(commands: Commands, folder: str, subject: str) -> bool:
         name = ui.input("Repository", placeholder="your-name/your-model").classes("w-full")
         name.props("outlined")
         show_choices()
-        with ui.element("div").classes("toolbar w-full"):
+        with ui.element("div").classes("toolbar w-full dialog-buttons"):
             ui.space()
             button("Cancel", lambda: dialog.submit(""), kind="quiet")
             look = button("List the files only", lambda: dialog.submit("--dry-run"))
@@ -218,7 +221,7 @@ def _is_hub_id(value: object) -> bool:
 
 def _buttons(dialog: ui.dialog, act: str) -> ui.button:
     """Cancel and the one that acts, which is returned."""
-    with ui.element("div").classes("toolbar w-full"):
+    with ui.element("div").classes("toolbar w-full dialog-buttons"):
         ui.space()
         button("Cancel", lambda: dialog.submit(False), kind="quiet")
         return button(act, lambda: dialog.submit(True), kind="go")

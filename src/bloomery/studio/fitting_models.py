@@ -19,6 +19,7 @@ from bloomery.plan.which_model import CHAT_TOKENS, CHATS, ModelFit, known_models
 from bloomery.recipe.load import by_release, load_recipe, packaged, twins
 from bloomery.studio.components import sentence, text
 from bloomery.studio.frame import question
+from bloomery.studio.run_draft import address_with_model
 from bloomery.studio.settings_form import show_mistake
 
 HERE = "This machine"
@@ -64,13 +65,18 @@ def device_of(machine: Machine) -> str:
     return f"CPU, {machine.host.cpu_name}" if accelerator is None else accelerator.name
 
 
-def ask_what_fits(on_model: Callable[[str], Awaitable[None]]) -> None:
-    """A dialog with the models that fit. `on_model(name)`: one of them, or its packaged recipe, was chosen."""
+def ask_what_fits(on_model: Callable[[str], Awaitable[None]] | None = None) -> None:
+    """A dialog with the models that fit. `on_model(name)`: one of them, or its packaged recipe, was chosen; None: opens
+    New run with it.
+    """
     with question("What fits?") as dialog:
 
         async def choose(name: str) -> None:
             dialog.close()
-            await on_model(name)
+            if on_model is None:
+                ui.navigate.to(address_with_model(name))
+            else:
+                await on_model(name)
 
         view = FittingModels(choose)
         ui.timer(0, lambda: view.show(HERE), once=True)

@@ -105,6 +105,8 @@ def page(title: str, path: str, *, tells_errors: bool = True) -> Iterator[None]:
                 emit = f"() => emit(studioSwitchColors('{_COLORS}'))"
                 switch.on("click", change_colors, js_handler=emit)
                 switch.on("redraw", redraw_charts)
+                folder = ui.label(harmless(Path.cwd().name)).classes("folder-name")
+                folder.props["title"] = harmless(f"Runs, models and data of {Path.cwd()}")
         with ui.element("main"):
             yield
 

@@ -21,8 +21,6 @@ from bloomery.studio.commands import Commands
 from bloomery.studio.components import button, card, heading, sentence, text
 from bloomery.studio.fitting_models import ask_what_fits
 from bloomery.studio.frame import copy_button, notify, page, update_every
-from bloomery.studio.recipe_answers import Answers
-from bloomery.studio.run_draft import RunDraft, address_of_draft
 from bloomery.studio.sensors import HOT_SHARE, UPDATE_SECONDS, Sensors
 
 SUBJECT = "this machine"  # of its commands
@@ -42,11 +40,6 @@ LEVELS = {  # the gravest first
 }
 
 
-async def begin_with(model: str) -> None:
-    """Opens New run with this model or packaged recipe."""
-    ui.navigate.to(address_of_draft(RunDraft(Answers(model=model))))
-
-
 async def machine_page(sensors: Sensors, commands: Commands) -> None:
     with page("Machine", "/machine"):
         view = MachineView(sensors, commands)
@@ -64,7 +57,7 @@ class MachineView:
         self.machine: Machine | None = None
         self._is_reading = False
         with heading("Machine", "Checking this machine") as (_, self._verdict):
-            button("What fits?", lambda: ask_what_fits(begin_with))
+            button("What fits?", lambda: ask_what_fits())
             button("Check again", self.check)
             button("Probe, about 1 min", self._probe)
         self._verdict.props("role=status")

@@ -13,6 +13,7 @@ from bloomery.core.text import harmless
 from bloomery.core.units import format_count
 from bloomery.facts.counting import parameter_count
 from bloomery.facts.families import family_label
+from bloomery.facts.published import published_models
 from bloomery.hardware.detect import detect
 from bloomery.hardware.profile import build_profile
 from bloomery.hub import cached_model, is_hub_id
@@ -74,6 +75,19 @@ def first_choices() -> list[Choice]:
         by_name = {choice.value: choice for choice in recipe_choices()}
         others = [by_name[name] for name in FIRST_RECIPES if name in by_name]
     return [*here, *others]
+
+
+@cache
+def known_choices() -> tuple[Choice, ...]:
+    """The models whose shapes the table of published ones has: planned without a network."""
+    return tuple(
+        Choice(model.names[0], model.names[0], f"{_number(model.parameters)} parameters")
+        for model in published_models()
+    )
+
+
+def _number(published: int | str) -> str:
+    return published if isinstance(published, str) else format_count(published)
 
 
 def models_here() -> list[Choice]:

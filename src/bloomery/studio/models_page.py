@@ -21,6 +21,7 @@ from bloomery.studio.export_dialogs import (
 )
 from bloomery.studio.frame import page, selection_table, sort_by_keyboard, update_every
 from bloomery.studio.model_server import MOST_MODELS
+from bloomery.studio.run_draft import address_with_model
 from bloomery.studio.stored_models import ADAPTER, ListedModel, stored_models
 
 UPDATE_SECONDS = 5.0
@@ -68,6 +69,7 @@ def model_cells(model: ListedModel) -> dict[str, Any]:
         "best": model.is_best,
         "opens": model.is_readable,
         "export": model.is_export,
+        "trains": model.is_export and not model.kind.startswith(ADAPTER),
         "folder": str(model.folder) if model.is_readable else "",
         "shown": {
             "step": "" if model.step is None else f"{model.step:,}",
@@ -92,6 +94,7 @@ async def models_page(commands: Commands) -> None:
         with ui.row().classes("toolbar w-full") as tools:
             chat = button("Chat", icon="chat_bubble_outline")
             export = button("Export", icon="file_download")
+            train = button("New run with it", icon="play_arrow")
             push = button("Push to the Hub", icon="cloud_upload")
             ui.space()
             search = ui.input(placeholder="Filter").props(
@@ -137,6 +140,10 @@ async def models_page(commands: Commands) -> None:
         chat.on_click(on_chat).bind_enabled_from(table, "selected", can_chat)
         export.on_click(on_export).bind_enabled_from(
             table, "selected", lambda rows: len(rows) == 1 and rows[0]["opens"]
+        )
+        train.on_click(lambda: ui.navigate.to(address_with_model(table.selected[0]["folder"])))
+        train.bind_enabled_from(
+            table, "selected", lambda rows: len(rows) == 1 and rows[0]["trains"]
         )
         push.on_click(on_push).bind_enabled_from(
             table, "selected", lambda rows: len(rows) == 1 and rows[0]["export"]

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -33,6 +33,7 @@ from bloomery.studio.hub_search import is_searched, search
 from bloomery.studio.model_choices import (
     Choice,
     first_choices,
+    known_choices,
     models_here,
     recent_answers,
     recipe_choices,
@@ -81,6 +82,10 @@ FIRST_KEYS = (
 )
 
 
+def running_names(watching: Watching) -> list[str]:
+    return [row.name for row in watching.known_rows() if row.status == "running"]
+
+
 def without_time(run: str) -> str:
     """The name of a run without the times that its folder, and that of the run before it, were given."""
     return re.sub(r"(-\d{8}-\d{6}(-\d+)?)+$", "", run.rpartition("/")[2]) or "recipe"
@@ -105,7 +110,7 @@ async def new_run_page(watching: Watching, commands: Commands, query: QueryParam
             except (UserError, OSError) as error:
                 problem = error.problem if isinstance(error, UserError) else error.strerror
                 note(harmless(f"error: {problem}"), "bad")
-        view = NewRun(commands)
+        view = NewRun(commands, running_names(watching))
         view.show()
         await view.begin(draft, text_of_run, inherited_keys(complete_text))
         await view.offer()
@@ -119,8 +124,10 @@ class NewRun:
     which answers change.
     """
 
-    def __init__(self, commands: Commands) -> None:
+    def __init__(self, commands: Commands, running: Sequence[str]) -> None:
+        """`running`: the runs that train now."""
         self.commands = commands
+        self.running = running
         self.answers = Answers()
         self.answered = Answered()
         self.text = ""
@@ -234,6 +241,7 @@ class NewRun:
                 Group("In this folder", here, "" if here else "No model folder is here."),
                 Group("Recent", [Choice(name, name) for name in recent]),
                 Group("Packaged recipes, each with its model", recipes),
+                Group("Other known models, to be downloaded", known_choices()),
             ]
         )
 
@@ -490,12 +498,17 @@ class NewRun:
             mistakes.setdefault(asked, sentence_of_plan(result))
             shows_problem = False
 
+        # The button says it.
+        about_rows = mistakes.get("data", "")
+        self._skip.visible = SKIPS in about_rows
+        if self._skip.visible:
+            mistakes["data"] = re.sub(rf",? or set {re.escape(SKIPS)}=skip", "", about_rows)
+
         self._model.fill(self.answers.model)
         self._model.tell(told.about_model, mistakes.get("model", ""))
         self._data.fill(self.answers.data)
         about = told.facts.about if told.facts is not None else told.about_data
         self._data.tell(about, mistakes.get("data", ""))
-        self._skip.visible = SKIPS in mistakes.get("data", "")
         purpose = self._purpose_now()
         self._columns.show(told.facts, purpose, self.answers.columns)
         reward = None if self._own_text else self.answers.reward
@@ -523,6 +536,7 @@ class NewRun:
             name=self._run_name,
             proposed=self._folder.name if command else "",
             name_mistake=self._name_mistake(),
+            running=self.running,
         )
         self._keep_address()
 

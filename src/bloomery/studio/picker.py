@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple, final
 
 from nicegui import ui
@@ -62,7 +63,7 @@ class Picker:
             self._chips = ui.element("div").classes("chips")
         self.input.on("focus", self._open)
         self.input.on("keydown.down", self._open)
-        self.input.on("keydown.enter", self._leave)
+        self.input.on("keydown.enter", self._enter)
         self.input.on("keydown.escape", self._close)
         self.input.on("clear", self._leave)
         box.on("focusout", self._leave, js_handler=_LEFT)
@@ -164,6 +165,16 @@ class Picker:
 
     def _close(self) -> None:
         self._list.visible = False
+
+    async def _enter(self) -> None:
+        """Takes the only row that has what is typed, unless that is an answer itself."""
+        typed = self.value
+        choices = [choice for group in self._groups for choice in group.choices]
+        rows = {choice.value for choice in matching(choices, typed) if typed and not choice.problem}
+        is_answer = "/" in typed or any(choice.value == typed for choice in choices)
+        if self._list.visible and len(rows) == 1 and not is_answer and not Path(typed).exists():
+            self.input.value = rows.pop()
+        await self._leave()
 
     async def _leave(self) -> None:
         self._close()

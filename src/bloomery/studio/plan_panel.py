@@ -1,7 +1,7 @@
 """The answer beside the questions of a new run: whether it fits, how long it takes, and Start. No torch."""
 
 import shlex
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import final
 
@@ -19,6 +19,7 @@ from bloomery.studio.recipe_form import Planned
 from bloomery.studio.settings_form import attribute, show_mistake
 
 START = "Start"
+MOST_NAMED = 3  # runs that train now
 START_ANYWAY = "Start although it does not fit"
 
 
@@ -80,9 +81,11 @@ class PlanPanel:
         name: str,
         proposed: str,
         name_mistake: str,
+        running: Sequence[str],
     ) -> None:
         """`missing`: a sentence, why it cannot be started. `command`: what Start runs. `num_runs`: with the values that
-        are compared. `name`: of the run, as typed, `proposed`: the one that it gets otherwise.
+        are compared. `name`: of the run, as typed, `proposed`: the one that it gets otherwise. `running`: the runs that
+        train now.
         """
         picture = planned.picture
         self._device.text = harmless(picture.device) if picture is not None else ""
@@ -97,6 +100,10 @@ class PlanPanel:
         if picture is not None:
             with self._content:
                 self._show_picture(planned, picture, num_runs)
+                if running:
+                    verb = "trains" if len(running) == 1 else "train"
+                    names = ", ".join(map(harmless, running[:MOST_NAMED]))
+                    note(f"{names} {verb} now: on the same device, each takes longer.", "warn")
         self._name.visible = self._price.visible = picture is not None
         self._name.label = "Name of the run" if num_runs == 1 else "Name of the comparison"
         if self._name.value != name:

@@ -1,5 +1,6 @@
 """The recipe that answers three questions: which model, which data, and what it shall learn. Does not import torch."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -176,8 +177,11 @@ def is_to_be_downloaded(data: str) -> bool:
 
 
 def sentence_of_plan(planned: Planned) -> str:
-    """The one problem of a plan, without its place."""
+    """The one problem of a plan, without its place, but with the line of a file."""
     problem = planned.problem.removesuffix(planned.where).strip()
+    line = re.search(r":(\d+)(?=,|$)", planned.where)
+    if line is not None:
+        problem = f"line {int(line[1]):,}: {problem}"
     return f"{problem}: {planned.fix}" if planned.fix else problem
 
 

@@ -56,6 +56,11 @@ def address_of_draft(draft: RunDraft) -> str:
     return f"/new?{address}" if address and len(address) < LONGEST_ADDRESS else "/new"
 
 
+def address_with_model(model: str) -> str:
+    """New run with this model, or packaged recipe."""
+    return address_of_draft(RunDraft(Answers(model=model)))
+
+
 def draft_in(query: QueryParams) -> RunDraft:
     """The draft of an address, as `address_of_draft` writes it; settings that cannot be read are left out."""
     columns = {key.removeprefix(ROLE): query[key] for key in query if key.startswith(ROLE)}

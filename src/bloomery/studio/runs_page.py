@@ -5,18 +5,30 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, final
 
 from nicegui import ui
 from nicegui.events import GenericEventArguments
 
 from bloomery.core.errors import UserError
+from bloomery.core.text import harmless
 from bloomery.core.units import counted, format_bytes, format_seconds
 from bloomery.monitor.words import figure
 from bloomery.studio.commands import Commands
 from bloomery.studio.compare_page import MOST_RUNS, address_of_comparison, address_of_sweep
-from bloomery.studio.components import STATUS_TONES, button, chip, heading
+from bloomery.studio.components import (
+    STATUS_TONES,
+    button,
+    card,
+    card_grid,
+    chip,
+    heading,
+    sentence,
+    toolbar,
+)
 from bloomery.studio.deleting import SUBJECT, ask_to_delete
+from bloomery.studio.fitting_models import ask_what_fits
 from bloomery.studio.frame import (
     CommandView,
     notify,
@@ -190,7 +202,7 @@ class RunsPage:
             self._compare = button("Compare", self._go_to_comparison)
             self._delete = button("Delete", self._ask_to_delete)
             button("New run", lambda: ui.navigate.to("/new"), kind="go")
-        with ui.element("div").classes("toolbar w-full") as tools:
+        with ui.element("div").classes("toolbar w-full") as self._tools:
             self._search = ui.input(placeholder="Filter by name, model, status, tag or note")
             self._search.props('dense outlined clearable aria-label="Filter runs"')
             self._search.classes("run-filter")
@@ -200,7 +212,7 @@ class RunsPage:
         self._table = self._make_table()
         if not rows:
             self._table.props("loading")
-        sort_by_keyboard(self._table, tools)
+        sort_by_keyboard(self._table, self._tools)
         self._sweeps: dict[str, SweepRuns] = {}
         self._sweep_box = ui.element("div").classes("w-full sweep-box")
         self._empty = ui.column().classes("w-full gap-2")
@@ -209,6 +221,7 @@ class RunsPage:
             _show_first_steps(commands)
         self._search.on_value_change(self._draw)
         self._draw()
+        self._show_tools()
         update_every(UPDATE_SECONDS, self._update)
 
     def _make_table(self) -> ui.table:
@@ -257,7 +270,12 @@ class RunsPage:
             self._draw()
         self._table.props(remove="loading")
         self._empty.visible = not rows
+        self._show_tools()
         self._table.visible = bool(rows) and not (self._sweeps and not self._table.rows)
+
+    def _show_tools(self) -> None:
+        """Nothing is filtered, compared or deleted where there is no run."""
+        self._tools.visible = self._compare.visible = self._delete.visible = bool(self._rows)
 
     def _draw(self) -> None:
         """The rows that the filter leaves, each in the table of its sweep."""
@@ -352,14 +370,24 @@ def _show_first_steps(commands: Commands) -> None:
             notify(error)
         ui.navigate.to(address_of(DEMO))
 
-    ui.label("No runs in runs/ yet.")
-    with ui.row().classes("items-center gap-3"):
-        ui.button("Start the demo", icon="play_arrow", on_click=start_demo).props("no-caps")
-        ui.label(
-            "Trains a small model on this machine, kills and resumes it, evaluates and exports it: 2 to 5 minutes on 2 "
-            "cores, without a network."
-        ).classes("min-w-0 break-words")
-    with ui.row().classes("items-center gap-1"):
-        ui.label("Or begin a")
-        ui.link("new run", "/new")
-        ui.label("with your model and data.")
+    sentence(f"No runs in {harmless(str(Path('runs').absolute()))} yet.", "muted")
+    with card_grid(3):
+        with card("Your model and data"):
+            sentence(
+                "Choose a model, drop a file onto the page, see whether it fits and how long it takes, and start."
+            )
+            with toolbar():
+                button("Begin a new run", lambda: ui.navigate.to("/new"), kind="go")
+        with card("A demo", "2 to 5 minutes on 2 cores"):
+            sentence(
+                "Trains a small model on this machine, kills and resumes it, evaluates and exports it, without a "
+                "network."
+            )
+            with toolbar():
+                button("Start the demo", start_demo, icon="play_arrow")
+        with card("What fits?"):
+            sentence(
+                "The usual models with the method, the memory and the time that they take here."
+            )
+            with toolbar():
+                button("What fits this machine?", lambda: ask_what_fits(), icon="memory")

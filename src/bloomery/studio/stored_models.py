@@ -13,7 +13,7 @@ from bloomery.core.errors import UserError, one_line
 from bloomery.core.files import read_whole
 from bloomery.core.run_folder import every_run
 from bloomery.core.text import harmless
-from bloomery.hub import hub_cache_folder
+from bloomery.hub import cached_model, hub_cache_folder
 from bloomery.infer.model_folder import (
     best_on_disk,
     best_weight_steps,
@@ -171,6 +171,20 @@ def origin_of_export(folder: Path) -> str:
         return ""
     found = re.search(r"^base_model: *(?:\n *- *)?([^\s\[\]]+)", head, flags=re.MULTILINE)
     return harmless(f"from {found[1].strip(chr(39))}") if found else ""
+
+
+def merged_weights(folder: Path) -> Path | None:
+    """The folder whose weights a merged export has as many as: the folder itself, or an adapter's base where that is on
+    this disk.
+    """
+    config = folder / "adapter_config.json"
+    if not config.is_file():
+        return folder
+    try:
+        base = str(json.loads(read_whole(config))["base_model_name_or_path"])
+        return cached_model(base, weights=True)
+    except (OSError, UserError, ValueError, KeyError, TypeError, RecursionError):
+        return None
 
 
 def num_parameters(folder: Path) -> int | None:

@@ -3,6 +3,7 @@
 import asyncio
 import shlex
 from collections.abc import Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import final
@@ -14,8 +15,9 @@ from bloomery.core.run_folder import is_run
 from bloomery.core.run_lock import worked_on
 from bloomery.core.text import harmless
 from bloomery.core.units import counted
-from bloomery.studio.components import Badge, card, note, sentence, text
-from bloomery.studio.frame import copy_button
+from bloomery.studio.commands import Commands
+from bloomery.studio.components import Badge, button, card, note, sentence, text
+from bloomery.studio.frame import copy_button, notify
 from bloomery.studio.parallel_axes import Line, parallel_axes, short_names
 from bloomery.studio.watching import address_of
 from bloomery.sweep.page import figures_of, verdict_of
@@ -31,8 +33,9 @@ def name_of(table: SweepTable, run: SweepRun) -> str:
 class SweepSection:
     """Mutable: a sweep that may be under way. The intervals take a second of a dozen runs, in a thread."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, commands: Commands) -> None:
         self.folder = folder
+        self.commands = commands
         self._state: object = None
         self._is_reading = False
         with card():
@@ -59,6 +62,13 @@ class SweepSection:
         self._state = state
         self._show(table)
 
+    def _continue(self, command: Sequence[str]) -> None:
+        """By the command that began it: runs that have ended are not trained again."""
+        try:
+            self.commands.start(*command, subject=self.folder.name)
+        except UserError as error:
+            notify(error)
+
     def _show_problem(self, error: UserError) -> None:
         self._body.clear()
         with self._body:
@@ -78,6 +88,8 @@ class SweepSection:
                 with ui.row().classes("w-full items-center no-wrap gap-1 studio-command"):
                     ui.label(harmless(command)).classes("studio-text grow min-w-0")
                     copy_button(command)
+                if table.state != "done":
+                    button("Continue the sweep", partial(self._continue, table.command), kind="go")
         judged = [run for run in table.runs if run.metric is not None]
         self._picture.visible = len(judged) > 1
         self._lines.clear()
