@@ -19,7 +19,7 @@ from bloomery.hardware.profile import build_profile, with_gpu, with_host_memory
 from bloomery.hardware.specs import find_gpu
 from bloomery.model.configs import build_config
 from bloomery.parallel.streamed import LayerRing, layer_of
-from bloomery.plan.estimate.queues import Task, finish_times
+from bloomery.plan.estimate.queues import Queues
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.estimate.streaming import forward_bytes, loads_of, sent_bytes, streamed_by_layer
@@ -348,15 +348,16 @@ def test_replicas_share_the_copy_of_their_host():
 
 
 def test_queues_wait_for_each_other():
-    tasks = [
-        Task("copy", 2.0),
-        Task("device", 3.0, (0,)),
-        Task("copy", 2.0),
-        Task("device", 1.0, (2,)),
-        Task("copy", 4.0, (1,)),
-        Task("device", 1.0, (4,)),
-    ]
-    assert finish_times(tasks) == [2.0, 5.0, 4.0, 6.0, 9.0, 10.0]
+    queues = Queues()
+    first_copy = queues.run("copy", 2.0)
+    first_product = queues.run("device", 3.0, first_copy)
+    second_copy = queues.run("copy", 2.0)
+    assert (first_copy, first_product, second_copy) == (2.0, 5.0, 4.0)
+    assert queues.run("device", 1.0, second_copy) == 6.0
+    third_copy = queues.run("copy", 4.0, first_product)
+    assert third_copy == 9.0
+    assert queues.run("device", 1.0, third_copy) == 10.0 == queues.end
+    assert queues.busy == {"copy": 8.0, "device": 5.0}
 
 
 # The table of bounds: F of a GPU, its link, tokens from which bfloat16 layers are hidden, and tokens/s.

@@ -8,7 +8,7 @@ mixer: a name in `config.Mixer`, its parameters here, its module in `model.mixer
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from types import MappingProxyType
 
 from bloomery.facts.config import (
@@ -136,7 +136,7 @@ class Layer:
     def name(self) -> str:
         return f"model.layers.{self.number}"
 
-    @property
+    @cached_property
     def kind(self) -> "Layer":
         """The same for all layers that differ in their number alone."""
         return replace(self, number=0)
@@ -204,7 +204,7 @@ class Layer:
             return self.experts.count, self.experts.per_token
         return self.foreign_experts or (1, 1)
 
-    @property
+    @cached_property
     def stack_shapes(self) -> tuple[Shape, ...]:
         """Of the parameters that have an entry for each expert."""
         if self.experts is not None:
@@ -218,14 +218,14 @@ class Layer:
             if ".experts." in f".{name}" and shape[:1] == (count,)
         )
 
-    @property
+    @cached_property
     def idle_parameters(self) -> int:
         """Of the experts that a token does not meet."""
         count, per_token = self.experts_met
         stacked = sum(math.prod(shape) for shape in self.stack_shapes)
         return stacked // count * (count - per_token)
 
-    @property
+    @cached_property
     def expert_products(self) -> int:
         """Multiply-adds of a token in its experts and their router."""
         count, per_token = self.experts_met
@@ -233,7 +233,7 @@ class Layer:
         router = count * self.hidden_size if matrices else 0
         return matrices // count * per_token + router
 
-    @property
+    @cached_property
     def total_parameters(self) -> int:
         return sum(math.prod(shape) for _, shape in self.shapes)
 
@@ -242,10 +242,20 @@ class Layer:
         """The parameters that compute a token."""
         return self.total_parameters - self.idle_parameters
 
-    @property
+    @cached_property
     def active_products(self) -> int:
         """Multiply-adds of a token in the layer's matrices."""
         return sum(matrix.size for matrix in self.matrices) + self.expert_products
+
+    @cached_property
+    def matrix_values(self) -> int:
+        """Of its matrices, with their biases; those of experts are no part of them."""
+        return sum(matrix.size + matrix.outputs * matrix.bias for matrix in self.matrices)
+
+    @cached_property
+    def stacked_values(self) -> int:
+        """Of the parameters that hold the same matrix, or bias, of all experts."""
+        return sum(math.prod(shape) for name, shape in self.shapes if is_expert_stack(name))
 
 
 def _padded(sequence_length: int) -> float:

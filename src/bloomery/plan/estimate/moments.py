@@ -2,10 +2,9 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
-from bloomery.facts.counting import is_expert_stack
 from bloomery.facts.limits import CPU_TILE
 from bloomery.model.adapters.settings import EMBEDDING
 from bloomery.plan.estimate.activations import (
@@ -24,8 +23,7 @@ FORWARD_DIVERGENCE = 20
 BACKWARD_DIVERGENCE = 28
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepMoment:
+class StepMoment(NamedTuple):
     """Live bytes in addition to weights and states."""
 
     gradients: float
@@ -138,12 +136,9 @@ def copied_values(step: StepShape, layer: TrainedLayer) -> int:
     if not step.mode.frozen:
         if not step.mixed:
             return 0
-        matrices = sum(
-            matrix.size + matrix.outputs * matrix.bias for matrix in layer.layer.matrices
-        )
         # A CPU copies one expert at a time.
-        stacks = [shape for name, shape in layer.layer.shapes if is_expert_stack(name)]
-        return matrices + (sum(map(math.prod, stacks)) if step.on_gpu else 0)
+        stacks = layer.layer.stacked_values if step.on_gpu else 0
+        return layer.layer.matrix_values + stacks
     groups = ((layer.trained, step.weight_bytes), (layer.adapter, step.mode.adapter_bytes))
     return sum(
         math.prod(shape)

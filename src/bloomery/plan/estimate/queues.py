@@ -1,29 +1,27 @@
 """A simulator of queues that run beside each other: a device's kernels, and the copies between it and the host."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import defaultdict
 
 
-@dataclass(frozen=True)
-class Task:
-    """Work of a queue. `after`: the numbers of earlier tasks, of any queue, that must have ended before it begins."""
+class Queues:
+    """Each queue runs its tasks one after the other, in the order in which they were queued.
 
-    queue: str
-    seconds: float
-    after: tuple[int, ...] = ()
+    `busy`: the seconds in which each queue works.
+    """
 
+    def __init__(self) -> None:
+        self.busy = defaultdict[str, float](float)
+        self._free_at = defaultdict[str, float](float)
 
-def finish_times(tasks: Sequence[Task]) -> list[float]:
-    """The second in which each task ends. Each queue runs its tasks one after the other, in their order."""
-    ends = list[float]()
-    free_at = dict[str, float]()
-    for task in tasks:
-        start = max((free_at.get(task.queue, 0.0), *(ends[number] for number in task.after)))
-        ends.append(start + task.seconds)
-        free_at[task.queue] = ends[-1]
-    return ends
+    def run(self, queue: str, seconds: float, *after: float) -> float:
+        """The second in which a task ends that begins when the tasks that end at `after` have ended."""
+        start = max(self._free_at[queue], *after) if after else self._free_at[queue]
+        end = start + seconds
+        self._free_at[queue] = end
+        self.busy[queue] += seconds
+        return end
 
-
-def busy_seconds(tasks: Sequence[Task], queue: str) -> float:
-    """The seconds in which a queue works."""
-    return sum(task.seconds for task in tasks if task.queue == queue)
+    @property
+    def end(self) -> float:
+        """The second in which all tasks have ended."""
+        return max(self._free_at.values())

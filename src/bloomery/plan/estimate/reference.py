@@ -1,6 +1,10 @@
 """Bytes of a frozen copy of the model, the reference of rollouts whose training changes the base."""
 
+import math
+from functools import lru_cache
+
 from bloomery.facts.limits import STREAM_BUFFERS, storage_bytes
+from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import StepShape
 from bloomery.recipe.schema import Quantize
 
@@ -32,27 +36,33 @@ def streamed_reference_bytes(step: StepShape) -> float:
 
 def layer_sizes(step: StepShape) -> tuple[int, dict[str, list[int]]]:
     """Bytes of the tensors outside the layers, and of each tensor of each layer."""
-    mode = step.mode
-    kind = "nf4" if step.reference == "nf4" else mode.quantize_kind
+    is_nf4 = step.reference == "nf4"
+    return _layer_sizes(step.model, is_nf4, step.weight_bytes, step.element_bytes)
+
+
+@lru_cache(maxsize=64)  # a plan compares many steps of one model
+def _layer_sizes(
+    model: TrainedModel, is_nf4: bool, weight_bytes: int, element_bytes: int
+) -> tuple[int, dict[str, list[int]]]:
+    mode = model.mode
+    kind = "nf4" if is_nf4 else mode.quantize_kind
     rest = 0
     by_layer = dict[str, list[int]]()
-    for name, shape in step.model.shapes.items():
-        count = 1
-        for size in shape:
-            count *= size
+    for name, shape in model.shapes.items():
+        count = math.prod(shape)
         prefix, is_in_layer, path = name.partition(".layers.")
         if not is_in_layer:
-            rest += count * step.weight_bytes
+            rest += count * weight_bytes
             continue
         if len(shape) < 2:
-            size_bytes = count * step.weight_bytes
+            size_bytes = count * weight_bytes
         elif kind != "none" and len(shape) == 2:
             double_quant = mode.double_quant
-            if step.reference == "nf4":
+            if is_nf4:
                 double_quant = Quantize().double_quant
             size_bytes = storage_bytes(shape, kind, double_quant)
         else:
-            size_bytes = count * step.element_bytes
+            size_bytes = count * element_bytes
         layer = prefix + path.partition(".")[0]
         by_layer.setdefault(layer, []).append(size_bytes)
     return rest, by_layer

@@ -9,7 +9,7 @@ from bloomery.facts.limits import storage_bytes
 from bloomery.plan.estimate.memory import overhead_bytes
 from bloomery.plan.estimate.moments import StepMoment, moments
 from bloomery.plan.estimate.reference import reference_bytes
-from bloomery.plan.estimate.states import TrainedLayer
+from bloomery.plan.estimate.states import TrainedLayer, ValuesByExperts
 from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.estimate.towers import TowerMemory, with_pictures
 
@@ -26,9 +26,9 @@ def sharded_bytes(step: StepShape, shards: int) -> dict[str, float]:
     weights = model.weight_bytes(step.precision) + model.adapter_bytes
     states = 0.0 if step.mode.offload else model.optimizer_bytes(step.optimizer, step.precision)
     parts = {
-        "weights": weights / shards * unevenness(model.shapes, shards),
+        "weights": weights / shards * unevenness(model.values_by_experts, shards),
         "gradients": peak.gradients,
-        "optimizer": states / shards * unevenness(model.trainable, shards),
+        "optimizer": states / shards * unevenness(model.trainable_by_experts, shards),
         "activations": peak.activations,
         "logits": peak.logits,
         "gathered layers": peak.copies,
@@ -59,7 +59,7 @@ def sharded_moments(step: StepShape, shards: int) -> list[StepMoment]:
     # Gradients: sharded ones of layers and root, the head's gathered one, those of a layer in reduce-scatter.
     trainable_values = [layer.trainable_values for layer in model.layers]
     trainable_root_values = model.trainable_count - sum(trainable_values)
-    shard_bytes = step.weight_bytes / shards * unevenness(model.trainable, shards)
+    shard_bytes = step.weight_bytes / shards * unevenness(model.trainable_by_experts, shards)
     all_gradients = (sum(trainable_values) + trainable_root_values) * shard_bytes
     layer_gradients = sum(trainable_values) * shard_bytes
     accumulated = all_gradients if step.accumulating else 0.0
@@ -75,8 +75,8 @@ def sharded_moments(step: StepShape, shards: int) -> list[StepMoment]:
     last = len(layer_bytes) - 1
     copies = root_bytes + layer_bytes[last]
     sharded = [
-        replace(forward, gradients=accumulated, copies=copies),
-        replace(logits, gradients=accumulated + head_gradient, copies=copies),
+        forward._replace(gradients=accumulated, copies=copies),
+        logits._replace(gradients=accumulated + head_gradient, copies=copies),
     ]
     finished_values = 0
     for index, moment in zip(reversed(range(len(layer_bytes))), layer_moments, strict=True):
@@ -86,31 +86,30 @@ def sharded_moments(step: StepShape, shards: int) -> list[StepMoment]:
         if index < last:
             copies += scattering[index + 1]
         gradients = max(accumulated, finished_values * shard_bytes) + head_gradient
-        sharded.append(replace(moment, gradients=gradients, copies=copies))
+        sharded.append(moment._replace(gradients=gradients, copies=copies))
         finished_values += trainable_values[index]
 
     # The gradient of the root is gathered, then float32 in its reduce-scatter.
     finished = max(accumulated, layer_gradients)
     root_gradient = trainable_root_values * step.weight_bytes
     sharded.append(
-        replace(embeddings, gradients=finished + root_gradient, copies=root_bytes + scattering[0])
+        embeddings._replace(gradients=finished + root_gradient, copies=root_bytes + scattering[0])
     )
     scattering_root = root_bytes + trainable_root_values * REDUCE_SCATTER_BYTES
-    sharded.append(replace(embeddings, gradients=finished, copies=scattering_root, temporaries=0.0))
-    sharded.append(replace(update, gradients=all_gradients))
+    sharded.append(embeddings._replace(gradients=finished, copies=scattering_root, temporaries=0.0))
+    sharded.append(update._replace(gradients=all_gradients))
     return sharded
 
 
-def unevenness(shapes: Mapping[str, Shape], shards: int) -> float:
+def unevenness(values: ValuesByExperts, shards: int) -> float:
     """What the fullest shard holds of these parameters, over an equal part of them.
 
     Shards of a stack are some of its experts, each whole: of 8 experts over 16 devices half of these have one.
     """
-    num_values = sum(map(math.prod, shapes.values()))
+    num_values = sum(values.values())
     fullest = sum(
-        math.prod(shape)
-        * (-(-shape[0] // shards) * shards / shape[0] if is_of_experts(name) else 1)
-        for name, shape in shapes.items()
+        count * (-(-num_experts // shards) * shards / num_experts if num_experts else 1)
+        for num_experts, count in values.items()
     )
     return fullest / num_values if num_values else 1.0
 

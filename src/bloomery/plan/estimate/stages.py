@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import islice
 from typing import Protocol
 
 from bloomery.facts.config import ModelConfig, Stage
@@ -201,9 +202,11 @@ def _bytes_of(
         states = stage.model.optimizer_bytes(step.optimizer, step.precision)
     weights = stage.model.weight_bytes(step.precision) + stage.model.adapter_bytes
     parts = {
-        "weights": weights / split.shard * unevenness(stage.model.shapes, split.shard),
+        "weights": weights / split.shard * unevenness(stage.model.values_by_experts, split.shard),
         "gradients": peak.gradients,
-        "optimizer": states / split.shard * unevenness(stage.model.trainable, split.shard),
+        "optimizer": states
+        / split.shard
+        * unevenness(stage.model.trainable_by_experts, split.shard),
         "activations": peak.activations,
         "logits": peak.logits,
         "gathered layers" if split.shard > 1 else "half-precision copies": peak.copies,
@@ -257,11 +260,10 @@ def _stage_moments(
             )
             waiting_logits += count * kept_logit_bytes(waiting_step)
             if shards == 1:  # FSDP2 gathers weights in half precision, and autocast copies none
-                logits_moment = list(moments(waiting_step))[1]
+                _, logits_moment = islice(moments(waiting_step), 2)
                 waiting_copies += count * logits_moment.copies
         for moment in pass_moments:
-            yield replace(
-                moment,
+            yield moment._replace(
                 gradients=moment.gradients + other_gradients,
                 activations=moment.activations + waiting_activations,
                 logits=moment.logits + waiting_logits,

@@ -14,6 +14,7 @@ from bloomery.facts.counting import (
     Shape,
     is_layer_matrix,
     is_never_trained,
+    is_of_experts,
     layers,
     matrices_in,
     parameter_shapes,
@@ -28,6 +29,8 @@ from bloomery.recipe.schema import Recipe
 INT8_STATE_BYTES = 1.0 + 4 / INT8_BLOCK  # a value, and its part of a float32 scale
 
 T = TypeVar("T")
+# Of the parameters that have an entry for each of so many experts, and of all others: those of 0.
+ValuesByExperts = Counter[int]
 
 
 def element_bytes_of(precision: str) -> int:
@@ -47,6 +50,13 @@ def stays_float32(name: str) -> bool:
 
 def count_values(shapes: Iterable[Shape]) -> int:
     return sum(math.prod(shape) for shape in shapes)
+
+
+def count_by_experts(shapes: Mapping[str, Shape]) -> ValuesByExperts:
+    values = ValuesByExperts()
+    for name, shape in shapes.items():
+        values[shape[0] if is_of_experts(name) else 0] += math.prod(shape)
+    return values
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +124,15 @@ class TrainedModel:
         if self.stage is None:
             return shapes
         return {name: shape for name, shape in shapes.items() if self.stage.has(name)}
+
+    @cached_property
+    def values_by_experts(self) -> ValuesByExperts:
+        """Of the parameters of the model itself."""
+        return count_by_experts(self.shapes)
+
+    @cached_property
+    def trainable_by_experts(self) -> ValuesByExperts:
+        return count_by_experts(self.trainable)
 
     @cached_property
     def weight_count(self) -> int:
@@ -187,10 +206,18 @@ class TrainedModel:
             )
         return tuple(trained_layers)
 
+    @cached_property
+    def _kinds(self) -> tuple[tuple[TrainedLayer, ...], tuple[int, ...]]:
+        """The layers of which none is like another, and for every layer which of them it is."""
+        kinds = tuple(dict.fromkeys(self.layers))
+        numbers = {layer: number for number, layer in enumerate(kinds)}
+        return kinds, tuple(numbers[layer] for layer in self.layers)
+
     def by_layer(self, measure: Callable[[TrainedLayer], T]) -> list[T]:
         """`measure` of every layer in the order of forward; it is called once for layers that are alike."""
-        measures = {layer: measure(layer) for layer in dict.fromkeys(self.layers)}
-        return [measures[layer] for layer in self.layers]
+        kinds, numbers = self._kinds
+        measures = [measure(layer) for layer in kinds]
+        return [measures[number] for number in numbers]
 
     def by_layer_number(self, measure: Callable[[int], T]) -> list[T]:
         """`measure` of the number of every layer; it is called once for layers that are alike."""

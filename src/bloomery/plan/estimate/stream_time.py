@@ -9,7 +9,7 @@ from bloomery.facts.limits import STREAM_STAGED
 from bloomery.hardware.host_links import HostLink
 from bloomery.plan.estimate.activations import recomputed_shares
 from bloomery.plan.estimate.host_update import host_update_seconds
-from bloomery.plan.estimate.queues import Task, busy_seconds, finish_times
+from bloomery.plan.estimate.queues import Queues
 from bloomery.plan.estimate.speed import FLASH_BACKWARD, attention_flops, rule_flops
 from bloomery.plan.estimate.states import TrainedLayer
 from bloomery.plan.estimate.step import StepShape
@@ -86,10 +86,16 @@ def layer_seconds(step: StepShape, device_seconds: float) -> LayerSeconds:
     )
 
 
-def stream_tasks(
-    step: StepShape, times: LayerSeconds, passes: int, link: HostLink, *, faster: float = 1.0
-) -> tuple[list[Task], list[int]]:
-    """The tasks of a step's passes in the order in which they are queued, and the last of each pass on the device.
+def queue_passes(
+    queues: Queues,
+    step: StepShape,
+    times: LayerSeconds,
+    passes: int,
+    link: HostLink,
+    *,
+    faster: float = 1.0,
+) -> list[float]:
+    """Queues the tasks of a step's passes; the second in which the device ends each pass.
 
     A copy begins when the work that was queued before is over. Of a model that is trained in full gradients follow each
     layer to the host, which adds them to earlier ones: no more than STREAM_STAGED layers are on their way.
@@ -106,17 +112,12 @@ def stream_tasks(
             lambda layer: step.model.layer_trainable_bytes(layer, step.precision)
         )
 
-    tasks = list[Task]()
-    arrivals = dict[int, int]()
-    staged = list[int]()
-    ends = list[int]()
-    computed: tuple[int, ...] = ()  # the last task of the device
-    settled: tuple[int, ...] = ()  # the last addition on the host, for which later launches wait
-
-    def run(queue: str, seconds: float, after: tuple[int, ...]) -> int:
-        tasks.append(Task(queue, seconds, after))
-        return len(tasks) - 1
-
+    run = queues.run
+    arrivals = dict[int, float]()
+    sent = list[float]()
+    pass_ends = list[float]()
+    computed = 0.0  # the end of the device's last task
+    settled = 0.0  # of the last addition on the host, for which later launches wait
     forwards = 1 + step.extra_forwards + int(step.counts_first)
     for number, uses in enumerate(passes_of(step, passes)):
         for position, use in enumerate(uses):
@@ -124,21 +125,21 @@ def stream_tasks(
                 rate = to_device if use.is_backward else alone
                 arrivals[layer] = run("to device", sizes[layer] / rate, computed)
             if use.is_backward and not uses[position - 1].is_backward:
-                computed = (run("device", step.stream_micro_batches * times.head, computed),)
+                computed = run("device", step.stream_micro_batches * times.head, computed)
             seconds = times.forward[use.layer] / forwards
             if use.is_backward:
                 seconds = times.backward[use.layer]
-            arrived = (arrivals[use.layer],) if use.layer in arrivals else ()
-            computed = (run("device", use.micro_batches * seconds, (*arrived, *settled)),)
+            arrived = arrivals.get(use.layer, 0.0)
+            computed = run("device", use.micro_batches * seconds, arrived, settled)
             if use.is_backward and full:
                 # Sums of the first pass leave once, those of later ones micro-batch by micro-batch.
-                sent = gradient_bytes[use.layer] * (use.micro_batches if number else 1)
-                staged.append(run("from device", sent / from_device, computed))
-                if len(staged) > STREAM_STAGED:
-                    moved = ADDED * sent if number else 0.0
-                    settled = (run("host", moved / (link.host_gbs * 1e9), (staged.pop(0),)),)
-        ends.append(computed[0])
-    return tasks, ends
+                sent_bytes = gradient_bytes[use.layer] * (use.micro_batches if number else 1)
+                sent.append(run("from device", sent_bytes / from_device, computed))
+                if len(sent) > STREAM_STAGED:
+                    moved = ADDED * sent_bytes if number else 0.0
+                    settled = run("host", moved / (link.host_gbs * 1e9), sent.pop(0))
+        pass_ends.append(computed)
+    return pass_ends
 
 
 def rates_to_device(step: StepShape, link: HostLink) -> tuple[float, float]:
@@ -176,12 +177,12 @@ def streamed_step(
     """`device_seconds`: of all passes. `update_bytes`: that an update on the host moves. `faster`: the link."""
     times = layer_seconds(step, device_seconds / (passes * step.stream_micro_batches))
     simulated = min(passes, SIMULATED_PASSES)
-    tasks, ends = stream_tasks(step, times, simulated, link, faster=faster)
-    finished = finish_times(tasks)
-    seconds = max(finished)
+    queues = Queues()
+    ends = queue_passes(queues, step, times, simulated, link, faster=faster)
+    seconds = queues.end
     if passes > simulated:
-        seconds += (passes - simulated) * (finished[ends[-1]] - finished[ends[-2]])
-    computing = busy_seconds(tasks, "device") * passes / simulated
+        seconds += (passes - simulated) * (ends[-1] - ends[-2])
+    computing = queues.busy["device"] * passes / simulated
     update = host_update_seconds(step, update_bytes, link) if in_full(step) else 0.0
     return StreamedStep(seconds=seconds, computing=computing, update=update)
 

@@ -6,6 +6,7 @@ The tensors are those of `parallel.streamed`: the device has a ring of buffers, 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from bloomery.core.units import MIB
 from bloomery.facts.config import ModelConfig
@@ -125,9 +126,8 @@ def streamed_moments(step: StepShape) -> Iterator[StepMoment]:
 
     def at(moment: StepMoment, activations: float, gradients: float, copies: float) -> StepMoment:
         if not in_full(step):
-            return replace(moment, activations=moment.activations + activations)
-        return replace(
-            moment,
+            return moment._replace(activations=moment.activations + activations)
+        return moment._replace(
             activations=moment.activations + activations,
             gradients=gradients,
             copies=copies,
@@ -298,13 +298,25 @@ def passes_over(step: StepShape, tokens: int) -> int:
     return math.ceil(tokens / (step.tokens_per_micro_batch * step.stream_micro_batches))
 
 
-def passes_of(step: StepShape, passes: int) -> list[list[Use]]:
+def passes_of(step: StepShape, passes: int) -> tuple[tuple[Use, ...], ...]:
     """The uses of each pass over the layers in a step, which begins with no layer on the device.
 
     A reference model scores micro-batches together, as they are trained on; so is the load of experts counted.
     """
-    num_layers = len(step.model.layers)
-    streamed = [layer for layer, size in enumerate(streamed_by_layer(step)) if size]
+    sizes = streamed_by_layer(step)
+    return _uses(
+        len(sizes),
+        tuple(layer for layer, size in enumerate(sizes) if size),
+        forwards_before=step.extra_forwards + int(step.counts_first),
+        together=step.stream_micro_batches,
+        passes=passes,
+    )
+
+
+@lru_cache(maxsize=256)  # a plan compares many steps of one model
+def _uses(
+    num_layers: int, streamed: tuple[int, ...], *, forwards_before: int, together: int, passes: int
+) -> tuple[tuple[Use, ...], ...]:
     following = dict(zip(streamed, [*streamed[1:], None], strict=True))
     preceding = dict(zip(streamed, [None, *streamed[:-1]], strict=True))
     order = LoadOrder()
@@ -312,11 +324,10 @@ def passes_of(step: StepShape, passes: int) -> list[list[Use]]:
     def load(layer: int, upcoming: int | None) -> tuple[int, ...]:
         return tuple(order.load(layer, upcoming)) if layer in following else ()
 
-    together = step.stream_micro_batches
-    all_uses = list[list[Use]]()
+    all_uses = list[tuple[Use, ...]]()
     for _ in range(passes):
         uses = list[Use]()
-        for _forward in range(step.extra_forwards + int(step.counts_first)):
+        for _forward in range(forwards_before):
             for layer in range(num_layers):
                 upcoming = following.get(layer)
                 if upcoming is None and streamed:
@@ -326,8 +337,8 @@ def passes_of(step: StepShape, passes: int) -> list[list[Use]]:
             uses.append(Use(layer, False, load(layer, following.get(layer)), together))
         for layer in reversed(range(num_layers)):
             uses.append(Use(layer, True, load(layer, preceding.get(layer)), together))
-        all_uses.append(uses)
-    return all_uses
+        all_uses.append(tuple(uses))
+    return tuple(all_uses)
 
 
 def loads_of(step: StepShape, passes: int) -> list[int]:

@@ -7,7 +7,7 @@ transformers' modules; `benchmarks/results/picture_memory.txt` has steps.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 
@@ -362,22 +362,21 @@ def with_pictures(
     held = memory.inputs + memory.features + memory.kept
     if pictures.both_ways:
         pairs = step.tokens_per_micro_batch * step.sequence_length
-        yield replace(
-            passes[0],
+        yield passes[0]._replace(
             gradients=passes[0].gradients + waiting,
             logits=0.0,
             temporaries=pairs * SEEN_PAIR[step.element_bytes < 4],
             pictures=held,
         )
     for moment in passes:
-        yield replace(moment, gradients=moment.gradients + waiting, pictures=held)
+        yield moment._replace(gradients=moment.gradients + waiting, pictures=held)
     if memory.trained.numbers:  # its own gradients come as what it kept goes
         yield StepMoment(
             gradients=update.gradients + waiting,
             activations=0.0,
             pictures=held + memory.backward,
         )
-    yield replace(update, gradients=update.gradients + gradients, pictures=memory.inputs)
+    yield update._replace(gradients=update.gradients + gradients, pictures=memory.inputs)
 
 
 def tower_flops(pictures: StepPictures, *, sequences: float, checkpointing: str) -> float:
