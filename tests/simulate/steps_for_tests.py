@@ -14,6 +14,7 @@ from bloomery.model.configs import known_config
 from bloomery.model.io.parameters import local
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.parallel.process_group import join
+from bloomery.plan.choices import teacher_streams, teacher_tokens
 from bloomery.plan.estimate.memory import tensor_bytes
 from bloomery.plan.estimate.mesh import ONE_DEVICE, MeshSplit, mesh_memory
 from bloomery.plan.estimate.stages import stage_bytes
@@ -113,6 +114,8 @@ def load_of(plan: RunPlan) -> StepShape:
         teacher=known_config(plan.objective.teacher)
         if isinstance(plan.objective, Distill)
         else None,
+        teacher_stream=teacher_streams(plan),
+        teacher_tokens=teacher_tokens(plan),
     )
 
 

@@ -8,7 +8,16 @@ from memory_tracker import peak_bytes
 from steps_for_tests import _batch, counted, simulated, small_plan, some
 
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
-from bloomery.recipe.objectives import Distill, Kto, OrPo, Preference, Reward, SimPo
+from bloomery.plan.types import DatasetFacts, StoredScores, TextAlignment
+from bloomery.recipe.objectives import (
+    Distill,
+    Kto,
+    OnPolicyDistill,
+    OrPo,
+    Preference,
+    Reward,
+    SimPo,
+)
 from bloomery.recipe.schema import Lora
 from bloomery.simulate.step import weights
 from bloomery.train.objectives.build import build_objective, with_text_structure
@@ -88,3 +97,47 @@ def test_a_teacher_is_counted(tmp_path):
     )
     assert simulated(plan) == pytest.approx(measured(plan, teacher), rel=0.05)
     assert counted(plan) == pytest.approx(simulated(plan), rel=0.08)
+
+
+LAYERS = 12
+
+
+def test_of_a_teacher_that_streams_the_buffers_are_counted(tmp_path):
+    plan = small_plan(micro_batches=2)
+    deep = replace(plan.model.config, num_layers=LAYERS)
+    write_model(model_state(fresh_decoder(deep, seed=0)), deep, tmp_path)
+    bytes_of = {}
+    for stream in ("off", "layers"):
+        asked = Distill(kind="distill", teacher=str(tmp_path), teacher_stream=stream)
+        streamed = of_objective(plan, asked)
+        bytes_of[stream] = simulated(streamed)
+        assert counted(streamed) == pytest.approx(bytes_of[stream], rel=0.08)
+    blocks = fresh_decoder(deep, seed=0).model.layers
+    layer_bytes = sum(parameter.nbytes for parameter in blocks[0].parameters())
+    # Three of its layers are on the device at once, and the hidden states of the step.
+    assert bytes_of["off"] - bytes_of["layers"] > (LAYERS - 5) * layer_bytes
+
+
+def test_a_teacher_of_another_tokenizer_and_stored_scores_are_simulated(tmp_path):
+    plan = small_plan(micro_batches=2)
+    write_model(model_state(fresh_decoder(plan.model.config, seed=0)), plan.model.config, tmp_path)
+    teacher = (
+        fresh_decoder(plan.model.config, seed=0, attention=plan.model.attention)
+        .eval()
+        .requires_grad_(False)
+    )
+    known = DatasetFacts(
+        sequences_per_epoch=1,
+        tokens=1,
+        vocab_size=None,
+        alignment=TextAlignment(tokens=1, aligned=1, alone=1),
+        teacher_scores=StoredScores(top=16, token_bytes=128, bytes=0),
+    )
+    plan = plan.model_copy(update={"dataset": known})
+    asked = OnPolicyDistill(kind="on_policy_distill", teacher=str(tmp_path), estimator="sampled")
+    spans = of_objective(plan, asked)
+    assert simulated(spans) == pytest.approx(measured(spans, teacher), rel=0.05)
+    no_spans = known.model_copy(update={"alignment": None})
+    stored = of_objective(plan, Distill(kind="distill", teacher_scores="none"))
+    stored = stored.model_copy(update={"dataset": no_spans})
+    assert simulated(stored) == pytest.approx(measured(stored), rel=0.05)

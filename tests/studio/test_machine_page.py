@@ -151,7 +151,9 @@ def test_the_gpus_in_two_lines() -> None:
         (True, SensorReading(device=0, name="RTX 3090", temperature=51.0), "51 °C"),
     ],
 )
-def test_the_rail_has_the_gpu_where_its_sensor_answers(monkeypatch, has_gpu, reading, shown) -> None:
+def test_the_rail_has_the_gpu_where_its_sensor_answers(
+    monkeypatch, has_gpu, reading, shown
+) -> None:
     name = "rtx-3090-old-driver" if has_gpu else "laptop-without-a-gpu"
     machine = read_machine(MACHINES / f"{name}.json")
     looks = list[int]()

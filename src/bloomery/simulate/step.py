@@ -87,12 +87,15 @@ def simulated_step(
         num_batches = min(2 * plan.train.stream_micro_batches, plan.train.accumulation)
         batches = [_batch(plan) for _ in range(num_batches)]
         teacher = None
-        if plan.objective.taught_by is not None:
+        if (taught_by := plan.objective.taught_by) is not None:
             teacher = meta_teacher(TeacherPlan.of(plan))
-        tracker.call("weights", [] if teacher is None else weights(teacher))
-        tracker.call("inputs", [tensor for batch in batches for tensor in batch.tensors()])
-        if teacher is not None:
+            if taught_by.stream == "layers":
+                stream = FakeStream(teacher, tracker)
+                teacher.weight_stream = stream
+                tracker.call("weights", stream.tensors)
+            tracker.call("weights", weights(teacher))
             _hand_in_norms(teacher, device_type)
+        tracker.call("inputs", [tensor for batch in batches for tensor in batch.tensors()])
         objective = build_objective(
             plan,
             lambda teacher_plan: teacher or meta_teacher(teacher_plan),

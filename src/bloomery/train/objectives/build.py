@@ -797,6 +797,7 @@ def _reference_pairs(scores_BT: Tensor, batch: Batch) -> PairScores:
 
 def with_text_structure(batch: Batch, plan: RunPlan) -> Batch:
     """A synthetic batch with what the objective needs: tokens, two texts per sequence, log-probabilities 0."""
+    batch = _with_teacher(batch, plan)
     if not plan.objective.spec.numbers_texts:
         return batch
     if batch.sequences is None:
@@ -808,6 +809,11 @@ def with_text_structure(batch: Batch, plan: RunPlan) -> Batch:
     reference = reference_of(plan.objective, plan.adapter, plan.vision.train)
     if reference.value == "precomputed" and "reference" not in batch.extras:
         batch = batch.with_extras(reference=torch.zeros_like(batch.loss_mask))
+    return batch
+
+
+def _with_teacher(batch: Batch, plan: RunPlan) -> Batch:
+    """A synthetic batch with what a teacher is that has written its scores, or that has another tokenizer."""
     if plan.objective.stored_scores is not None and TOP_IDS not in batch.extras:
         assert plan.dataset is not None and plan.dataset.teacher_scores is not None
         top = plan.dataset.teacher_scores.top
