@@ -233,6 +233,7 @@ def test_json_is_the_contract(tmp_path, monkeypatch):
         "epochs",
         "seconds",
         "energy_kwh",
+        "cost",
         "step_seconds",
         "tokens_per_second",
         "memory",

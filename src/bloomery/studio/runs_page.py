@@ -201,7 +201,7 @@ class RunsPage:
         with heading("Runs") as (_, self._sub):
             self._compare = button("Compare", self._go_to_comparison)
             self._delete = button("Delete", self._ask_to_delete)
-            button("New run", lambda: ui.navigate.to("/new"), kind="go")
+            self._new = button("New run", lambda: ui.navigate.to("/new"), kind="go")
         with ui.element("div").classes("toolbar w-full") as self._tools:
             self._search = ui.input(placeholder="Filter by name, model, status, tag or note")
             self._search.props('dense outlined clearable aria-label="Filter runs"')
@@ -275,7 +275,8 @@ class RunsPage:
 
     def _show_tools(self) -> None:
         """Nothing is filtered, compared or deleted where there is no run."""
-        self._tools.visible = self._compare.visible = self._delete.visible = bool(self._rows)
+        for one in (self._tools, self._compare, self._delete, self._new):
+            one.visible = bool(self._rows)
 
     def _draw(self) -> None:
         """The rows that the filter leaves, each in the table of its sweep."""
