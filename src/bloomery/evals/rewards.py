@@ -18,6 +18,7 @@ from bloomery.data.pictures.encoder import PictureEncoder, saved_vision
 from bloomery.data.prepare.kinds import row_of
 from bloomery.data.prompts import Prompt, Prompts
 from bloomery.data.sources.documents import ReadStats, open_dataset, read_documents
+from bloomery.data.sources.task_sets import TASK_SETS
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.evals.statistics import shares
 from bloomery.facts.limits import ROLLOUT_SLOTS
@@ -218,7 +219,8 @@ def read_prompts(
     """
     source = None if prepared is None else saved_vision(prepared)
     encoder = None if source is None else PictureEncoder(source)
-    dataset = open_dataset(Source(path=str(data), format="prompts"), "prompts")
+    format = TASK_SETS if data.suffix == ".py" else "prompts"
+    dataset = open_dataset(Source(path=str(data), format=format), "prompts")
     prompts = []
     with Renderer(tokenizer, template=template, train_on="assistant", pictures=encoder) as renderer:
         for document in read_documents(dataset, on_error="stop", stats=ReadStats()):

@@ -8,7 +8,7 @@ step no token is read twice: a prompt is read from where it differs from the one
 Legend: N completions, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
@@ -34,7 +34,7 @@ class Episode:
 
     `prompt_ids`: with the tools, and what the environment began with. `given`: from where to where `ids` were not
     sampled: results of tools, and markup. `messages`: answers and results, as chat templates take them. `calls`: how
-    many, of which `failed`. `reward`: of the environment, None without one.
+    many, of which `failed`. `reward`: of the environment, None without one; `metrics`: what else it measures.
     """
 
     prompt_ids: list[int]
@@ -44,6 +44,7 @@ class Episode:
     calls: int
     failed: int
     reward: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @final

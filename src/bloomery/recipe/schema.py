@@ -274,6 +274,7 @@ FORMAT_NAMES = (
     "parquet",
     "arrow",
     "webdataset",
+    "verifiers",
     "tokens",
     "messages",
     "sharegpt",

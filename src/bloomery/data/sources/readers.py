@@ -18,6 +18,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.files import open_input, read_at_most
 from bloomery.core.units import MIB, counted, format_bytes
 from bloomery.data.examples import MAX_BYTES, BadRow, too_long
+from bloomery.data.sources.task_sets import TASK_SETS, task_rows
 from bloomery.facts.columns import known_columns
 
 # Bytes of white space in one run: a compressed file of some kilobytes may expand to hours of it.
@@ -40,6 +41,10 @@ def read_values(
     """The rows or texts of a file, whose `name` is in messages. `columns`: those to read of a parquet or Arrow file."""
     if format in TABLES:
         yield from _table_rows(path, name, format, columns)
+        return
+    if format == TASK_SETS:
+        for number, row in enumerate(task_rows(path), 1):
+            yield Value(f"{name}, task {number}", row)
         return
     with open_bytes(path) as stream:
         try:

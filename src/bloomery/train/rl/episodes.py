@@ -46,6 +46,8 @@ class RunningEpisode:
         self.calls: list[ToolCall] = []  # of its last answer
         self.turns = self.num_calls = self.num_failed = 0
         self.reward: float | None = None
+        self.metrics: Mapping[str, float] = {}
+        self.opening: list[dict[str, Any]] = []  # the messages of its prompt
 
     @property
     def ids(self) -> list[int]:
@@ -68,9 +70,9 @@ class RunningEpisode:
 
     def is_calling(self, turns: Turns) -> bool:
         """Whether its last answer calls tools, and ended as such an answer does."""
-        completion = self.completion
-        is_whole = not completion.truncated and turns.ends_turn(completion.ids[-1])
-        return bool(self.calls) and is_whole
+        if not self.calls or self.completion.truncated:
+            return False
+        return turns.ends_turn(self.completion.ids[-1])
 
     def take_results(
         self,
@@ -109,6 +111,7 @@ class RunningEpisode:
             self.num_calls,
             self.num_failed,
             self.reward,
+            self.metrics,
         )
         return self.completion
 
@@ -169,16 +172,11 @@ class EpisodeSampler:
         `sampling.max_new_tokens`: of an episode, given tokens included. Raises NotFinite, UserError and Stopped.
         """
         assert self._turns is not None, "used as a context"
-        sampling = replace(sampling, stop_ids=known_ids(*sampling.stop_ids, *self._turns.call_ends))
-        ends = [token for token in sampling.stop_ids if self._turns.ends_turn(token)]
-        if not ends:
-            raise UserError(
-                "the chat template ends an answer that calls a tool with no token that ends an answer",
-                where="data.chat.template",
-                fix="set data.chat.template to another, such as qwen",
+        if self._tools.schemas:  # a task set has none
+            sampling = replace(
+                sampling, stop_ids=known_ids(*sampling.stop_ids, *self._turns.call_ends)
             )
-        for token in ends:
-            self._turns.check(token)
+            self._refuse_ends(sampling)
         episodes = [
             RunningEpisode(index, Completion(prompt, number), key(prompt, number))
             for index, (prompt, number) in enumerate(
@@ -224,11 +222,28 @@ class EpisodeSampler:
 
         # 3. What the environment thinks of them.
         if self._has_environment:
-            numbers = [episode.number for episode in episodes]
-            for episode, reward in zip(episodes, self._tools.rewards(numbers), strict=True):
-                episode.reward = reward
+            conversations = {
+                episode.number: [*episode.opening, *episode.messages] for episode in episodes
+            }
+            scores = self._tools.scores(conversations)
+            for episode, score in zip(episodes, scores, strict=True):
+                episode.reward = score.reward
+                episode.metrics = score.metrics
         self._tools.forget([episode.number for episode in episodes])
         return [episode.ended() for episode in episodes]
+
+    def _refuse_ends(self, sampling: Sampling) -> None:
+        """Raises UserError for a chat template that cannot go on behind an answer that calls a tool."""
+        assert self._turns is not None, "used as a context"
+        ends = [token for token in sampling.stop_ids if self._turns.ends_turn(token)]
+        if not ends:
+            raise UserError(
+                "the chat template ends an answer that calls a tool with no token that ends an answer",
+                where="data.chat.template",
+                fix="set data.chat.template to another, such as qwen",
+            )
+        for token in ends:
+            self._turns.check(token)
 
     def _begin(
         self, episodes: Sequence[RunningEpisode], prompts: Sequence[Prompt], max_new_tokens: int
@@ -250,9 +265,13 @@ class EpisodeSampler:
         written = dict[tuple[int, str | None], list[int]]()
         for episode in episodes:
             place = (episode.completion.prompt, texts[episode.number])
+            messages = opening(prompts[place[0]], place[1])
             if place not in written:
-                written[place] = self._turns.prompt(opening(prompts[place[0]], place[1]))
+                written[place] = self._turns.prompt(messages)
             episode.prompt_ids = written[place]
+            episode.opening = [
+                {"role": message.role, "content": message.content} for message in messages
+            ]
             if self._room(episode, max_new_tokens) < 1:
                 raise UserError(
                     f"a prompt with its tools has {len(episode.prompt_ids):,} tokens: no room for an answer",

@@ -58,7 +58,12 @@ def _of_tools(episodes: Sequence[Episode]) -> dict[str, float]:
         return {}
     num_calls = sum(episode.calls for episode in episodes)
     num_failed = sum(episode.failed for episode in episodes)
+    of_environment = dict[str, list[float]]()
+    for episode in episodes:
+        for name, value in episode.metrics.items():
+            of_environment.setdefault(f"environment/{name}", []).append(value)
     return {
+        **{name: sum(values) / len(values) for name, values in of_environment.items()},
         "tools/call_frequency": num_calls / len(episodes),
         "tools/failure_frequency": num_failed / num_calls if num_calls else 0.0,
         "tools/turns": sum(episode.turns for episode in episodes) / len(episodes),

@@ -35,6 +35,14 @@ class ToolResult:
     failed: bool
 
 
+@dataclass(frozen=True)
+class EpisodeScore:
+    """What an environment gives an episode; the reward is None where it is gone."""
+
+    reward: float | None
+    metrics: Mapping[str, float]
+
+
 @final
 class Tools:
     """A context, which ends the processes. `stop`: whether the run is to stop, also while a tool is waited for."""
@@ -45,6 +53,7 @@ class Tools:
         self._child: Child | None = None
         self._schemas: list[Json] = []
         self._has_reward = False
+        self._reads_conversation = False
         self.notes: list[str] = []
 
     def __enter__(self) -> "Tools":
@@ -94,6 +103,7 @@ class Tools:
             raise self._failed(str(answer["error"]), str(answer["fix"]))
         self._schemas = answer["schemas"]
         self._has_reward = bool(answer["has_reward"])
+        self._reads_conversation = bool(answer["reads_conversation"])
         if plan.environment.openenv is not None and not plan.environment.network:
             self.notes.append("tools may reach the network: environment.openenv is a server")
         if answer["network"] is not None:
@@ -133,13 +143,25 @@ class Tools:
 
     def rewards(self, episodes: Sequence[int]) -> list[float | None]:
         """What the environment gives each; None where it is gone. Raises UserError for a reward that fails."""
+        return [score.reward for score in self.scores(dict.fromkeys(episodes))]
+
+    def scores(self, conversations: Mapping[int, Sequence[Json] | None]) -> "list[EpisodeScore]":
+        """The reward and the metrics of each episode, by its number; of its messages where the environment reads them.
+
+        Raises UserError for a reward that fails.
+        """
         if not self.has_reward:
-            return [None] * len(episodes)
-        answers = self._asked({"rewards": list(episodes)}, calls=1)
+            return [EpisodeScore(None, {})] * len(conversations)
+        read = self._reads_conversation
+        rows = [
+            [number, list(messages or ()) if read else None]
+            for number, messages in conversations.items()
+        ]
+        answers = self._asked({"rewards": rows}, calls=1)
         for answer in answers:
             if str(answer.get("error", "")).startswith("its get_reward"):
                 raise self._failed(f"the environment failed: {answer['error']}", "correct it")
-        return [answer.get("reward") for answer in answers]
+        return [EpisodeScore(answer.get("reward"), answer.get("metrics", {})) for answer in answers]
 
     def forget(self, episodes: Sequence[int]) -> None:
         """Ends their processes."""

@@ -7,7 +7,7 @@ Requests, each with the numbers of episodes:
 
     {"reset": [[episode, seed, row], ...]}   begins them; answers {"text": ...}, what `reset` returns, or {"error": ...}
     {"calls": [[episode, [[name, arguments], ...]], ...]}       answers [[result, failed], ...] for the calls of each
-    {"rewards": [episode, ...]}              answers {"reward": ...}, what `get_reward` returns, or {"error": ...}
+    {"rewards": [[episode, messages or null], ...]}     answers {"reward": ..., "metrics": ...} or {"error": ...}
     {"close": [episode, ...]}
 """
 
@@ -42,6 +42,7 @@ from bloomery.train.rl.openenv import (
 )
 from bloomery.train.rl.reward_functions import address_space
 from bloomery.train.rl.rewards_worker import Unusable, error_text, named_in_file
+from bloomery.train.rl.task_sets import TaskSetEnvironment, is_task_set
 from bloomery.train.rl.tool_functions import Json, called, failure, methods_of, schema_of
 
 NO_NETWORK = "BLOOMERY_TOOLS_WITHOUT_NETWORK"  # in the environment of this process, which asks before it has threads
@@ -63,7 +64,8 @@ def main() -> None:
     except Unusable as error:
         reply(job, {"error": error.problem, "fix": error.fix})
         return
-    reply(job, {"schemas": toolbox.schemas, "has_reward": toolbox.has_reward, "network": problem})
+    facts = {"schemas": toolbox.schemas, "has_reward": toolbox.has_reward, "network": problem}
+    reply(job, {**facts, "reads_conversation": toolbox.reads_conversation})
     episodes = Episodes(
         toolbox, memory=job["memory"], seconds=job["seconds"], connection=job["socket"]
     )
@@ -82,6 +84,7 @@ class Toolbox:
             self._add(function.__name__, function)
         self.environment: Callable[[], Any] | None = None
         self.has_reward = False
+        self.reads_conversation = False  # to reward an episode
         self.schemas: list[Json] = []
         schemas = [schema_of(name, function) for name, function in self.functions.items()]
         if job.get("openenv") is not None:
@@ -97,6 +100,9 @@ class Toolbox:
             self.environment = named_in_file(Path(file), name, what=what, kind="class")
             if self._add_openenv(self.environment):
                 self.schemas = [*schemas, *self.schemas]
+                return
+            if self._add_task_set(self.environment):
+                self.schemas = schemas
                 return
             # One is made for what it is: its methods, and whether it has a reward.
             try:
@@ -130,6 +136,16 @@ class Toolbox:
         self.schemas = [step_schema(action.model_json_schema(), text)]
         self.environment = lambda: OpenEnvironment(LocalSession(environment, action))
         self.has_reward = True
+        return True
+
+    def _add_task_set(self, environment: Any) -> bool:
+        """Whether the class is a task set of verifiers, whose rewards read the conversation."""
+        if not is_task_set(environment):
+            return False
+        task_set = environment
+        self.environment = lambda: TaskSetEnvironment(task_set)
+        self.has_reward = True
+        self.reads_conversation = True
         return True
 
     def _add(self, name: str, function: Callable[..., Any]) -> None:
@@ -246,7 +262,7 @@ def _play(toolbox: Toolbox, connection: socket.socket, memory: int, worker: int)
                 elif "call" in message:
                     answer = list(called(tools, *message["call"]))
                 else:
-                    answer = _reward_of(environment)
+                    answer = _reward_of(environment, message["reward"])
                 line_of_answer = json.dumps([message["number"], answer])
                 connection.sendall(line_of_answer.encode() + b"\n")
         code = 0
@@ -280,8 +296,11 @@ def _reset(environment: Any, row: Json, seed: int) -> Json:
     return {"text": text}
 
 
-def _reward_of(environment: Any) -> Json:
+def _reward_of(environment: Any, conversation: Any) -> Json:
+    """`conversation`: its messages, for an environment that reads them; else None."""
     try:
+        if conversation is not None:
+            environment.read_conversation(conversation)
         reward = environment.get_reward()
         if reward is None or isinstance(reward, str):
             return {"error": f"its get_reward returned {reward!r:.100}, no number"}
@@ -290,7 +309,8 @@ def _reward_of(environment: Any) -> Json:
         return {"error": f"its get_reward failed: {error_text(error)}"}
     if not math.isfinite(number):
         return {"error": f"its get_reward returned {number}, no finite number"}
-    return {"reward": number}
+    metrics = {} if conversation is None else environment.metrics
+    return {"reward": number, "metrics": metrics}
 
 
 @final
@@ -317,7 +337,9 @@ class Episodes:
             asked = {number: [{"seed": seed, "row": row}] for number, seed, row in request["reset"]}
             return [answers[0] for answers in self._asked(asked).values()]
         if "rewards" in request:
-            asked = {number: [{"reward": True}] for number in request["rewards"]}
+            asked = {
+                number: [{"reward": conversation}] for number, conversation in request["rewards"]
+            }
             return [answers[0] for answers in self._asked(asked).values()]
         asked = {number: [{"call": call} for call in calls] for number, calls in request["calls"]}
         # A late or broken answer is told to the model like an error of the tool.
