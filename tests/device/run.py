@@ -37,6 +37,10 @@ MORE = (
     *(f"train/test_pipeline.py::test_a_pipeline_trains_as_one_rank[{case}]" for case in STAGES),
     "train/test_ranks.py::test_losses_and_weights_are_those_of_one_rank",
     "train/test_ranks.py::test_a_stopped_run_on_the_same_mesh_resumes_to_the_same_bits",
+    *(
+        f"train/test_rollout_meshes.py::test_stages_train_as_one_rank[{case}-two stages]"
+        for case in ("grpo", "ppo")
+    ),
     "train/test_sampler.py::test_a_stop_in_a_rollout_makes_it_again",
     "train/test_trained_towers.py::test_a_run_resumes_to_the_same_bits_and_frozen_parts_stay",
     "evals",

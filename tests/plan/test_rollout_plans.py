@@ -197,6 +197,32 @@ def test_ranks_share_out_the_prompts():
     )
 
 
+def test_the_time_has_the_rounds_of_dynamic_sampling():
+    """By hand: of 4 prompts none, half or all are alike, and three rounds replace what is missing."""
+    still, dynamic, more = (
+        planned(rl(objective=keys), machine(), dataset=prompts()).rollout
+        for keys in (
+            {},
+            {"dynamic_sampling": True},
+            {"dynamic_sampling": True, "oversampling": 2.0, "max_resample_times": 2},
+        )
+    )
+    assert still.sampled_prompts == (4, 4, 4)
+    # 4; 4, then the 2 that are missing, then 1 and 1; 4 in each of four rounds.
+    assert dynamic.sampled_prompts == (4, 8, 16)
+    # 8, of which half are enough; 8, then 4 and 4 that are missing still.
+    assert more.sampled_prompts == (8, 8, 16)
+    for part in ("generation", "rewards"):
+        alone, several = (rollout.seconds[part] for rollout in (still, dynamic))
+        assert several.low == alone.low
+        assert several.high == pytest.approx(4 * alone.high)
+        assert 1.2 * alone.value < several.value < 4 * alone.value
+    assert dynamic.seconds["update"] == still.seconds["update"]
+    # All prompts of the first round have a slot.
+    assert (still.slots, more.slots) == (32, 64)
+    assert more.memory.parts["KV cache"] == 2 * still.memory.parts["KV cache"]
+
+
 def test_every_rank_keeps_all_completions():
     """They are trained on by all ranks together, and each of them chooses its own in every step."""
     sizes = [

@@ -65,12 +65,14 @@ GUESS = ("rewards=[]", "environment={python: 'game.py:Guess'}")
 LOOKUP = ("tools=[{python: 'game.py:lookup'}]",)
 
 
-def write_episodes(folder: Path) -> Path:
+def write_episodes(folder: Path, num_prompts: int = 40) -> Path:
     """The folder with prompts, a reward, a game, a chat template and a recipe; the prompts are prepared in it.
 
     The paths of the recipe are relative to the folder.
     """
-    rows = [{"prompt": f"def f{number}(x): return", "answer": number} for number in range(40)]
+    rows = [
+        {"prompt": f"def f{number}(x): return", "answer": number} for number in range(num_prompts)
+    ]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "my_rewards.py").write_text(
         "def spaces(completions, **_):\n    return [len(str(text)) % 7 for text in completions]\n"

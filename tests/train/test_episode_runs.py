@@ -1,5 +1,6 @@
 """Runs whose completions are episodes: resumed bitwise, the same on any ranks and slots, evaluated with their tools."""
 
+import json
 import random
 from functools import partial
 from pathlib import Path
@@ -143,6 +144,60 @@ def test_episodes_are_the_same_on_any_ranks_and_slots(recipe, whole, tmp_path, m
     plan = on_ranks(plan_of(recipe, *EDITS, *GUESS, "train.max_steps=1"), **mesh)
     played(plan, tmp_path / "run", recipe, slots=slots)
     assert_same_episodes(tmp_path / "run", whole[0])
+
+
+CHOSEN = (
+    "objective.dynamic_sampling=true",
+    "objective.oversampling=1.5",
+    "objective.easy_prompts=defer",
+    "objective.hard_prompts=drop",
+)
+
+
+@pytest.fixture(scope="module")
+def few(recipe, tmp_path_factory):
+    """Prompts that a short run goes through more than once."""
+    return write_episodes(tmp_path_factory.mktemp("few"), num_prompts=10)
+
+
+@pytest.fixture(scope="module")
+def chosen(few, tmp_path_factory):
+    """A run that replaces and leaves out prompts by the rewards of their episodes."""
+    folder = tmp_path_factory.mktemp("chosen") / "run"
+    return folder, played(plan_of(few, *EDITS, *GUESS, *CHOSEN), folder, few)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "slots"),
+    [
+        ({}, 8),
+        ({"replicate": 2}, 64),
+        ({"replicate": 2}, 8),
+        pytest.param({"replicate": 4}, 8, marks=pytest.mark.soak),
+        pytest.param({"shard": 2}, 64, marks=pytest.mark.soak),
+    ],
+    ids=str,
+)
+def test_prompts_are_chosen_by_episodes_alike_on_any_ranks_and_slots(
+    few, chosen, tmp_path, mesh, slots
+):
+    folder, events = chosen
+    of_steps = metrics(events)
+    for name in ("rounds", "without_variance", "skipped"):
+        assert any(of_step[f"prompts/{name}"] for of_step in of_steps.values()), name
+    plan = on_ranks(plan_of(few, *EDITS, *GUESS, *CHOSEN), **mesh)
+    ours = metrics(played(plan, tmp_path / "run", few, slots=slots))
+    for step, of_step in of_steps.items():
+        assert_same_episodes(tmp_path / "run", folder, step)
+        counts = [name for name in of_step if name.startswith("prompts/")]
+        assert {name: ours[step][name] for name in counts} == {
+            name: of_step[name] for name in counts
+        }
+    states = [
+        json.loads((max((of / "checkpoints").glob("step-*")) / "state.json").read_text())["prompts"]
+        for of in (tmp_path / "run", folder)
+    ]
+    assert states[0] == states[1]
 
 
 def test_ranks_wait_each_for_its_own_slow_tools(recipe, whole, tmp_path):

@@ -12,7 +12,7 @@ from bloomery.core.errors import UserError
 from bloomery.data.loader import Loader
 from bloomery.data.order import Cursor
 from bloomery.model.configs import read_config
-from bloomery.plan.types import VisionPlan
+from bloomery.plan.types import EpisodesPlan, VisionPlan
 from bloomery.plan.vision import refuse_pictures
 from bloomery.recipe.objectives import Reward
 from bloomery.recipe.schema import Lora, NoAdapter
@@ -87,6 +87,7 @@ def test_a_run_learns_what_it_sees_and_nothing_where_all_look_alike(tmp_path, ro
         ("train", {"pipeline": 2}, "parallel.pipeline"),
         ("train", {"context": 2}, "parallel.context"),
         ("", {"objective": Reward(kind="reward")}, "reward without an adapter"),
+        ("", {"episodes": EpisodesPlan.of_environment("games.py:Guess", max_turns=3)}, "tools"),
         (
             *("train", {"stream": "layers"}),
             "parallel.stream of trained weights beside a tower that is trained",

@@ -356,6 +356,10 @@ def rollout_lines(plan: RunPlan, rollout: RolloutPlan) -> list[str]:
         f"{counted(rollout.num_prompts, 'prompts')} x {objective.num_generations} per rollout"
     )
     rollout_text += f", {rollout.slots} at once"
+    if len(set(rollout.sampled_prompts)) > 1:
+        fewest, usual, most = rollout.sampled_prompts
+        rollout_text += f", {fewest:,} to {most:,} prompts sampled for them"
+        rollout_text += f" ({usual:,} if half of them have completions of one reward)"
     if rollout.num_steps > 1:
         rollout_text += f", trained on for {rollout.num_steps} steps"
     facts = joined([step, packed])

@@ -1,7 +1,8 @@
 """The rollouts of a plan: how many prompts, slots and micro-batches, and what they need of memory and time."""
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bloomery.facts.counting import parameter_count
 from bloomery.plan.estimate import speed
@@ -21,8 +22,12 @@ from bloomery.plan.estimate.stages import most_kept_bytes
 from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.gather import Facts
 from bloomery.plan.types import DatasetFacts, Estimate, MemoryEstimate, RolloutPlan, RunPlan
-from bloomery.recipe.objectives import Ppo, Rloo, Rollouts
+from bloomery.recipe.objectives import GroupRollouts, Ppo, Rloo, Rollouts
 from bloomery.recipe.schema import Recipe
+
+# Of the prompts that dynamic sampling draws, the share whose completions all have one reward: none, half, all. It is
+# unknown until some are sampled, and grows as a model learns (DAPO, arXiv:2503.14476, figure 3b).
+ALIKE = (0.0, 0.5, 1.0)
 
 # A forward is so much of a step: forward 1, gradients of inputs 1, and those of weights 1 where these train.
 FORWARD_SHARE = {False: 1 / 3, True: 1 / 2}  # by whether the base is frozen
@@ -87,8 +92,26 @@ class RolloutMoments:
         """Steps that train on a rollout."""
         return self.objective.num_iterations * self.objective.steps_per_generation
 
+    def sampled_prompts(self, share_alike: float) -> list[int]:
+        """Of each round of a rollout, where so many of the prompts have completions of one reward: the first one, and
+        those that dynamic sampling adds.
+        """
+        objective = self.objective
+        if not isinstance(objective, GroupRollouts):
+            return [self.num_prompts]
+        rounds = [math.ceil(self.num_prompts * objective.oversampling)]
+        if objective.dynamic_sampling:
+            for _ in range(objective.max_resample_times):
+                missing = self.num_prompts - math.floor(sum(rounds) * (1 - share_alike))
+                if missing <= 0:
+                    break
+                rounds.append(missing)
+        return rounds
+
     def shape(self, step: StepShape, split: MeshSplit = ONE_DEVICE) -> RolloutShape:
-        """The rollout of the rank that samples most completions. All ranks sample, whatever they train on."""
+        """The first round of the rollout of the rank that samples most completions. All ranks sample, whatever they
+        train on.
+        """
         objective = self.objective
         dataset = self.dataset
         # Without a dataset prompts may fill what completions leave of a sequence.
@@ -103,7 +126,7 @@ class RolloutMoments:
         return RolloutShape(
             step=step,
             reward_parameters=self.reward_parameters,
-            num_prompts=-(-self.num_prompts // (split.replicate * split.shard * split.pipeline)),
+            num_prompts=prompts_of_rank(self.sampled_prompts(0.0)[0], split),
             trained_completions=-(-self.num_completions // split.data_parallel),
             all_completions=self.num_completions,
             num_generations=objective.num_generations,
@@ -180,11 +203,20 @@ def plan_rollout(
 
     update = _with_ends_of(shape.completion_tokens, update_seconds)
     seconds: dict[str, Estimate] = {}
-    generation = None if rate is None else generation_seconds(shape, rate, estimator.host_link)
-    if generation is not None and update is not None:
+
+    def seconds_of_round(num_prompts: int) -> Estimate | None:
+        of_round = replace(shape, num_prompts=prompts_of_rank(num_prompts, split))
+        return None if rate is None else generation_seconds(of_round, rate, estimator.host_link)
+
+    generation = _of_all_rounds(moments, seconds_of_round)
+    rewards = _of_all_rounds(
+        moments,
+        lambda num_prompts: reward_seconds(shape, num_prompts * moments.objective.num_generations),
+    )
+    if generation is not None and rewards is not None and update is not None:
         seconds = {
             "generation": generation,
-            "rewards": reward_seconds(shape, moments.num_completions),
+            "rewards": rewards,
             "update": update,
         }
         if shape.whole_copy and fabric is not None:
@@ -198,6 +230,7 @@ def plan_rollout(
             seconds["log-probabilities"] = update.scaled(share * shape.scored_passes)
     return RolloutPlan(
         num_prompts=moments.num_prompts,
+        sampled_prompts=tuple(sum(moments.sampled_prompts(share)) for share in ALIKE),
         num_completions=moments.num_completions,
         num_steps=moments.num_steps,
         steps_per_pass=shape.steps_per_pass,
@@ -209,6 +242,28 @@ def plan_rollout(
         memory=sampling,
         training_memory=training,
         seconds=seconds,
+    )
+
+
+def prompts_of_rank(num_prompts: int, split: MeshSplit) -> int:
+    """Of the rank that samples most of them."""
+    return -(-num_prompts // (split.replicate * split.shard * split.pipeline))
+
+
+def _of_all_rounds(
+    moments: RolloutMoments, seconds: Callable[[int], Estimate | None]
+) -> Estimate | None:
+    """The sum over the rounds of a rollout: fewest of the fastest, and most of the slowest. `seconds`: by prompts."""
+    low, value, high = (
+        [seconds(num_prompts) for num_prompts in moments.sampled_prompts(share)] for share in ALIKE
+    )
+    if None in low + value + high:
+        return None
+    return Estimate(
+        value=sum(of_round.value for of_round in value if of_round is not None),
+        low=sum(of_round.low for of_round in low if of_round is not None),
+        high=sum(of_round.high for of_round in high if of_round is not None),
+        origin="table",
     )
 
 

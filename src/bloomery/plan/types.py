@@ -536,6 +536,8 @@ class RolloutPlan(PlanPart):
     """
 
     num_prompts: PositiveInt
+    # With those that dynamic sampling replaces: where none, half and all of them have completions of one reward.
+    sampled_prompts: tuple[int, ...] = ()
     num_completions: PositiveInt
     num_steps: PositiveInt  # that train on a rollout
     steps_per_pass: PositiveInt  # each of them trains on a part of the completions
