@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from server_for_tests import LIMITS, Running, running
+from test_server_tools import FILE, call, plan_of, tool_server
 
 from browser import PROGRAM, Browser
 from models_for_tests import make_chat_model, make_model
@@ -319,6 +320,32 @@ def test_calls_of_tools_are_folded_and_the_user_types_their_results(
         browser.until("!running && sent.length === 4")
         roles = browser.value("sent[3].messages.map(message => message.role)")
         assert roles[-2:] == ["assistant", "user"]
+        assert browser.value("document.querySelectorAll('.error').length") == 0
+        assert not browser.problems, browser.problems
+
+
+def test_calls_that_the_server_makes_are_folded_with_their_results(
+    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_chat_model(tmp_path / "chat", "<tool_call>", "</tool_call>")
+    (folder / "user_tools.py").write_text(FILE)
+    answers = [f"I add. {call('add', a=1, b=2)}", "It is 3."]
+    with tool_server(folder, monkeypatch, plan_of(folder, "add"), answers) as (server, _):
+        browser.problems.clear()
+        browser.look(width=1280)
+        browser.open(server.url)
+        browser.until("columns.length === 1")
+        browser.value("$('prompt').value = 'What is 1 + 2?'; $('form').requestSubmit()")
+        browser.until("!running && columns[0].turns.length === 2")
+        fold = "document.querySelector('details.call')"
+        assert (
+            browser.value(f"{fold}.querySelector('summary').textContent") == "Calls add(a: 1, b: 2)"
+        )
+        shown = browser.value(f"[...{fold}.querySelectorAll('pre')].map(pre => pre.textContent)")
+        assert shown[1] == "3"
+        text = browser.value("columns[0].turns[1].content")
+        assert " ".join(text.split()) == "I add. It is 3."
+        assert not browser.value("!!document.querySelector('.results')")
         assert browser.value("document.querySelectorAll('.error').length") == 0
         assert not browser.problems, browser.problems
 
