@@ -234,3 +234,47 @@ def test_a_sweep_that_has_just_begun_shows_what_its_command_prints() -> None:
         await user.should_see("folder ..")
 
     with_user(visit, Begun())
+
+
+def test_a_sweep_that_this_studio_began_is_stopped_at_a_button() -> None:
+    make_sweep(judged=1)
+    stopped = []
+
+    class Running(RecordedCommands):
+        def of(self, subject: str):
+            return SimpleNamespace(
+                line="bloomery sweep",
+                code=None,
+                printed_bytes=7,
+                text=lambda: "run 2",
+                arguments=("sweep",),
+                stop=lambda: stopped.append(subject),
+            )
+
+    async def visit(user) -> None:
+        await user.open("/compare?sweep=s")
+        await user.should_see("Save and stop the sweep", retries=50)
+        await user.should_not_see("Continue the sweep")
+        user.find("Save and stop the sweep").click()
+        await until(lambda: stopped)
+
+    with_user(visit, Running())
+    assert stopped == ["s"]
+
+
+def test_a_command_stops_as_at_ctrl_c(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+    import tempfile
+
+    from bloomery.studio.commands import Command
+
+    code = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(75));"
+    code += "print('up', flush=True); signal.pause()"
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+        assert process.stdout is not None and process.stdout.readline() == b"up\n"
+        command = Command(("sweep",), "s", process, output)
+        command.stop()
+        assert process.wait(60) == 75
+        command.stop()  # of one that has ended

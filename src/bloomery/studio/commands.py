@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import signal
 import subprocess
 import tempfile
 from dataclasses import dataclass, field
@@ -34,6 +35,11 @@ class Command:
     def code(self) -> int | None:
         """None while it runs."""
         return self.process.poll()
+
+    def stop(self) -> None:
+        """As Ctrl+C in a terminal: what it trains is saved first."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
 
     @property
     def printed_bytes(self) -> int:

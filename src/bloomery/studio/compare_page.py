@@ -199,7 +199,7 @@ def _show_choice(
         list_runs(await asyncio.to_thread(watching.rows))
 
     title = f"Compare {counted(len(runs), 'runs')}" if runs else "Compare"
-    below = ""
+    below = "Add a run to compare it with." if len(runs) == 1 else ""
     if sweep is not None:
         title, below = harmless(sweep.name), about(sweep)
     with heading(title, below):

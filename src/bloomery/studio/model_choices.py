@@ -70,7 +70,12 @@ def first_choices() -> list[Choice]:
     """What a page offers first: the newest models of this folder, and small ones that this machine trains soon."""
     here = [choice for choice in models_here() if not choice.problem][:MOST_FIRST]
     if build_profile(detect()).accelerator is None:
-        others = [Choice(name, name.partition("/")[2]) for name in FIRST_ON_A_CPU]
+        names_here = {Path(choice.value).name for choice in here}
+        others = [
+            Choice(name, short)
+            for name in FIRST_ON_A_CPU
+            if (short := name.partition("/")[2]) not in names_here
+        ]
     else:
         by_name = {choice.value: choice for choice in recipe_choices()}
         others = [by_name[name] for name in FIRST_RECIPES if name in by_name]

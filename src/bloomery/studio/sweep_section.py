@@ -83,12 +83,16 @@ class SweepSection:
             if any(run.interval is not None for run in table.finished):
                 words = "p: of no difference from the first run, on the same items"
                 sentence(f"{words}; below {table.p_limit:.2g} a run is worse.", "muted", small=True)
-            if table.command and table.state != "running":
+            begun = self.commands.of(self.folder.name)
+            if begun is not None and begun.code is None:
+                # Those of another studio, or of a terminal, are stopped there.
+                button("Save and stop the sweep", begun.stop, icon="stop")
+            elif table.command and table.state != "running":
                 command = shlex.join(["bloomery", *table.command])
                 with ui.row().classes("w-full items-center no-wrap gap-1 studio-command"):
                     ui.label(harmless(command)).classes("studio-text grow min-w-0")
                     copy_button(command)
-                if table.state != "done":
+                if table.state == "stopped":
                     button("Continue the sweep", partial(self._continue, table.command), kind="go")
         judged = [run for run in table.runs if run.metric is not None]
         self._picture.visible = len(judged) > 1
