@@ -41,6 +41,29 @@ OVERFLOWING = """(() => {
       .filter(one => one.getBoundingClientRect().right > width + 0.5 && !scrolls(one.parentElement))
       .map(one => one.outerHTML.slice(0, 160))];
 })()"""
+# What a finger misses on a phone: targets below 44 px and outside the window, and fields into which a phone zooms.
+# Links within a sentence are as high as it; a field is its frame, and a box to tick is its label.
+SMALL_TARGETS = """(() => {
+  const kinds = "button, a[href], input:not([type=file]), select, textarea, summary, [role=button], [role=tab], " +
+    "[role=checkbox], [role=radio], [role=switch], [tabindex='0']";
+  const found = [];
+  for (const one of document.querySelectorAll(kinds)) {
+    const style = getComputedStyle(one);
+    const inText = one.tagName === "A" && style.display === "inline";
+    const scrolls = one.getAttribute("role") === "region" || one.querySelector("canvas, pre, table");
+    const isHidden = !one.checkVisibility({visibilityProperty: true}) || one.closest("[aria-hidden=true]");
+    if (isHidden || inText || scrolls) continue;
+    const target = one.closest(".q-field__control, label:has(> input[type=checkbox])") ?? one;
+    const {left, right, width, height} = target.getBoundingClientRect();
+    if (width === 0 || height === 0) continue;
+    const isField = one.matches("input:not([type=checkbox]), select, textarea");
+    const name = `${one.getAttribute("aria-label") || one.innerText} ${one.outerHTML.slice(0, 120)}`;
+    if (Math.min(width, height) < 43.5) found.push(`${Math.round(width)}x${Math.round(height)}: ${name}`);
+    if ((left + right) / 2 < 0 || (left + right) / 2 > innerWidth) found.push(`outside: ${name}`);
+    if (isField && parseFloat(style.fontSize) < 16) found.push(`${style.fontSize}: ${name}`);
+  }
+  return found;
+})()"""
 # Hands over files, whose bytes are in base64, as a mouse that drops them does, or a keyboard that pastes them.
 GIVE = """((element, kind, files) => {
   const given = new DataTransfer();
@@ -147,16 +170,32 @@ class Browser:
                 assert "error" not in said, (method, said["error"])
                 return said["result"]
 
-    def look(self, *, width: int, height: int = 800, dark: bool = False) -> None:
+    def look(
+        self, *, width: int, height: int = 800, dark: bool = False, touch: bool = False
+    ) -> None:
+        """At a window of this size; `touch`: of a phone, whose pointer is a finger."""
+        self._call("Emulation.setTouchEmulationEnabled", enabled=touch)
         self._call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
             height=height,
             deviceScaleFactor=1,
-            mobile=False,
+            mobile=touch,
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[scheme])
+
+    def swipe(self, x: float, y: float, *, up: float) -> None:
+        """A finger that moves so many pixels up from here."""
+        self._call("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
+        for part in range(1, 11):
+            point = {"x": x, "y": y - up * part / 10}
+            self._call("Input.dispatchTouchEvent", type="touchMove", touchPoints=[point])
+            time.sleep(0.02)
+        self._call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+
+    def small_targets(self) -> list[str]:
+        return self.value(SMALL_TARGETS)
 
     def forget(self, cookie: str) -> None:
         """Of pages of this machine."""

@@ -178,6 +178,18 @@ def test_views(browser: Browser, server: Running, width: int, dark: bool, tmp_pa
     assert browser.value("document.documentElement.scrollWidth") <= width
 
 
+def test_a_finger_hits_every_target_on_a_phone(browser: Browser, server: Running) -> None:
+    opened(browser, server, width=375)
+    browser.look(width=375, touch=True)
+    try:
+        browser.value("$('prompt').value = 'def f(x):'; $('form').requestSubmit()")
+        answered(browser)
+        browser.value("show($('settings').hidden)")
+        assert browser.small_targets() == []
+    finally:
+        browser.look(width=1280)
+
+
 def test_a_thought_is_shown_before_the_answer_and_sent_back(
     browser: Browser, tmp_path: Path
 ) -> None:

@@ -214,6 +214,32 @@ def test_a_page_fits_its_window_and_has_no_serious_fault(
     assert browser.problems == []
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_a_finger_hits_every_target_on_a_phone(studio: str, browser: Browser, page: str) -> None:
+    browser.look(width=390, height=844, touch=True)
+    try:
+        open_page(browser, studio, page)
+        assert browser.value("matchMedia('(pointer: coarse)').matches")
+        targets = browser.small_targets()
+        assert targets == [], "\n".join(targets)
+        assert browser.overflow() == []
+    finally:
+        browser.look(width=1400)
+
+
+def test_a_finger_on_a_chart_moves_the_page(studio: str, browser: Browser) -> None:
+    """A page of charts, each as wide as the phone, would stand still."""
+    browser.look(width=390, height=844, touch=True)
+    try:
+        open_page(browser, studio, "run")
+        x, y = browser.point("document.querySelector('main canvas')")
+        before = browser.value("scrollY")
+        browser.swipe(x, y, up=200)
+        browser.until(f"scrollY > {before} + 100")
+    finally:
+        browser.look(width=1400)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("width, dark", LOOKS)
 def test_what_opens_on_a_page_fits_and_has_no_serious_fault(

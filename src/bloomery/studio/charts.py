@@ -422,7 +422,15 @@ class LineChart:
                 "top": -40,
                 "feature": {"dataZoom": {"yAxisIndex": "none", "brushStyle": {"opacity": 0.15}}},
             },
-            "dataZoom": [{"type": "inside", "zoomOnMouseWheel": "ctrl", "filterMode": "none"}],
+            # A finger that moves over a chart moves the page: charts fill the width of a phone.
+            "dataZoom": [
+                {
+                    "type": "inside",
+                    "zoomOnMouseWheel": "ctrl",
+                    "filterMode": "none",
+                    ":preventDefaultMouseMove": "!matchMedia('(pointer: coarse)').matches",
+                }
+            ],
             "series": self._series(),
         }
 

@@ -314,7 +314,7 @@ class CompareView:
             with ui.row().classes("items-center no-wrap"):
                 text("over", classes="muted small")
                 ui.toggle(list(AXES), value=axis, on_change=self._change_axis).props(
-                    "dense no-caps unelevated padding='xs md' aria-label='Horizontal axis'"
+                    "dense no-caps unelevated aria-label='Horizontal axis'"
                 )
         self._problem = ui.label().classes("studio-text text-negative").props("role=status")
         self._verdict = sentence("")

@@ -43,10 +43,12 @@ _TEXT_CELL = '<q-td :props="props">{{ props.row.shown[props.col.name] }}</q-td>'
 _CARD = """
 <div class="q-pa-xs col-12">
   <q-card flat bordered class="q-pa-sm">
-    <q-checkbox v-model="props.selected" dense class="q-mr-sm" :aria-label="'Select ' + props.row.model"
-      :data-focus="'Select ' + props.row.model" />
-    <span class="text-weight-medium break-all">{{ props.row.name }}</span>
-    <span v-if="props.row.best" class="badge good q-ml-sm">best</span>
+    <div class="toolbar no-wrap">
+      <q-checkbox v-model="props.selected" dense :aria-label="'Select ' + props.row.model"
+        :data-focus="'Select ' + props.row.model" />
+      <span class="text-weight-medium break-all">{{ props.row.name }}</span>
+      <span v-if="props.row.best" class="badge good">best</span>
+    </div>
     <div class="text-caption">
       <span v-for="col in props.cols.filter((c) => props.row.shown[c.name])" class="q-mr-md inline-block">
         <span class="opacity-75">{{ col.label }}</span> {{ props.row.shown[col.name] }}</span>
