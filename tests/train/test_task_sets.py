@@ -17,6 +17,7 @@ from bloomery.infer.sampling import Sampling
 from bloomery.plan.types import EpisodesPlan
 from bloomery.train.rl import episodes as episodes_module
 from bloomery.train.rl.episodes import EpisodeSampler
+from bloomery.train.rl.live_episodes import LiveEpisode
 from bloomery.train.rl.rollout_records import _of_tools
 from bloomery.train.rl.tools import RecordedCalls, Tools
 from models_for_tests import make_chat_model
@@ -88,6 +89,14 @@ def test_an_episode_of_a_task_is_one_answer(
     assert [episode.reward for episode in episodes] == [3.0, 0.0]
     assert [(episode.turns, episode.calls) for episode in episodes] == [(1, 0), (1, 0)]
     assert _of_tools(episodes)["environment/length"] == np.mean([1, 23])
+
+
+def test_a_chat_with_a_task_set_is_refused(file: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(make_chat_model(tmp_path / "chat"))
+    live = LiveEpisode(plan_of(file))
+    with pytest.raises(UserError, match="has no tool"):
+        live.use_template(tokenizer, "qwen")
+    live.close()
 
 
 REFUSED = {

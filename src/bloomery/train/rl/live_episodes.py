@@ -36,6 +36,7 @@ class LiveEpisode:
         self._max_turns = plan.max_turns
         self._turns: dict[tuple[int, str | None], tuple[Renderer, Turns]] = {}
         self._has_environment = plan.environment.is_set
+        self._place = plan.environment.place or "tools"
         self._episode = RunningEpisode(NUMBER, Completion(0, 0), 0)
         self._of_template: Turns | None = None
         self._variables: Mapping[str, Any] = {}
@@ -60,8 +61,15 @@ class LiveEpisode:
     def use_template(self, tokenizer: Tokenizer, template: str | None) -> tuple[int, ...]:
         """Chooses the chat template of the conversation; returns the tokens that end an answer which calls a tool.
 
-        Raises UserError for one without tools, and for one that cannot go on behind the result of a tool.
+        Raises UserError for one without tools, for one that cannot go on behind the result of a tool, and for a task
+        set, which has no tool.
         """
+        if not self.schemas:
+            raise UserError(
+                "a task set rewards answers to its own prompts, and has no tool",
+                where=self._place,
+                fix="bloomery eval MODEL --environment FILE:CLASS --data FILE scores a model on it",
+            )
         place = (id(tokenizer), template)
         if place not in self._turns:
             renderer = Renderer(tokenizer, template=template, train_on="assistant")
