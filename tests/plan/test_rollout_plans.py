@@ -297,6 +297,16 @@ def test_a_layout_fits_where_sampling_does_too(gpu, gpus, fitting):
     assert plan.parallel.reason.startswith("no layout fits") == (not fitting)
 
 
+def test_the_memory_of_uneven_stages_is_that_of_the_moment_that_needs_most():
+    """The last stage has the head, and so fewer layers."""
+    loaded_recipe = load_recipe("qwen2.5-1.5b-grpo", ["parallel.pipeline=2"])
+    plan = planned(loaded_recipe, gpu_machine("RTX 4090"), gpus=2)
+    layers = plan.train.pipeline_layers
+    assert layers[0] > layers[1]
+    moments = (plan.rollout.memory.total, plan.rollout.training_memory.total)
+    assert plan.memory.total == max(moments)
+
+
 @pytest.mark.parametrize("gpus", [1, 8])
 def test_packed_completions_are_computed_in_the_fastest_micro_batches(gpus):
     """By what is computed once they are packed: the largest micro-batches would be half empty."""

@@ -171,7 +171,7 @@ class MeshWorkload:
             step_memory = self.step_memory(split, step)
             if self.rollout_moments is None:
                 return step_memory
-            return self.rollout_moments.peak(step, step_memory, split)
+            return self.rollout_moments.peak(step, step_memory, self.cut(split, step))
 
         return peak
 
