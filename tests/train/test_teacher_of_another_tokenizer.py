@@ -1,6 +1,7 @@
 """A teacher with another tokenizer: spans by enumeration, the estimator of a sampled token, templates, and runs."""
 
 import json
+import shutil
 from dataclasses import replace
 from itertools import product
 
@@ -14,14 +15,18 @@ from tokenizers import decoders, models, pre_tokenizers
 from torch.testing import assert_close
 
 from bloomery.core.errors import UserError
+from bloomery.data.prepare.prepare import prepare
+from bloomery.data.prompts import Prompts
 from bloomery.data.tokenizer.alignment import Span
 from bloomery.data.tokenizer.tokenizer import JsonBackend, Tokenizer, load_tokenizer
 from bloomery.model.heads import ScoreSettings
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.parallel.mesh import SINGLE_RANK
+from bloomery.recipe.load import load_recipe
 from bloomery.recipe.objectives import OnPolicyDistill
 from bloomery.train.objectives.build import ObjectiveInputs, Scoring, on_policy_distill
 from bloomery.train.rl.rollout import Rollout, RolloutSample, pack
+from bloomery.train.rl.teacher_prompts import TeacherPrompts
 from bloomery.train.rl.teacher_texts import TeacherTexts, teacher_texts
 from bloomery.train.step import compute_loss
 from ranks import fields, losses, on_ranks, train
@@ -341,6 +346,52 @@ def test_a_teacher_that_streams_gives_the_same_losses(recipe, tmp_path):
     )
     assert losses(streamed) == losses(resident)
     assert metrics(streamed) == metrics(resident)
+
+
+TEMPLATE = """{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}</s>
+{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
+THINKS = """{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}</s>
+{% endfor %}{% if add_generation_prompt %}[assistant] {% if thinks is undefined or thinks %}hm {% endif %}{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def chat(recipe, tmp_path_factory):
+    """The same models with chat templates of their own, and conversations as prompts."""
+    folder = tmp_path_factory.mktemp("chat")
+    for name, template in (("student", TEMPLATE), ("teacher", THINKS)):
+        shutil.copytree(recipe / name, folder / name)
+        (folder / name / "chat_template.jinja").write_text(template)
+    for name in ("rl.yaml", "my_rewards.py"):
+        shutil.copy(recipe / name, folder / name)
+    rows = [
+        {"prompt": [{"role": "user", "content": f"def f{number}(x)"}], "answer": number}
+        for number in range(60)
+    ]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    student = f"tokenizer={{from: {folder / 'student'}}}"
+    prepare(load_recipe(str(folder / "rl.yaml"), [student]), folder / "prepared")
+    return folder
+
+
+def test_conversations_are_formatted_by_the_template_of_each(chat, tmp_path):
+    silent = "objective.teacher_template_kwargs={thinks: false}"
+    events = train(plan_with(chat, silent, "train.max_steps=2"), tmp_path)
+    assert 0.5 < metrics(events)[1]["aligned"] <= 1
+    teacher = load_tokenizer(chat / "teacher")
+    prompt = Prompts(chat / "prepared", seed=0)[0]
+    content = prompt.messages[0]["content"]
+    for variables, header in (({}, "[assistant] hm "), ({"thinks": False}, "[assistant] ")):
+        with TeacherPrompts(
+            None, chat / "prepared", teacher, longest=48, variables=variables
+        ) as prompts:
+            ids = prompts.ids_of(prompt)
+        assert teacher.decode(list(ids)) == f"[user] {content}</s>\n{header}"
+
+
+def test_a_variable_that_the_teachers_template_lacks_is_named(chat, tmp_path):
+    with pytest.raises(UserError, match="has no variable 'loud'") as error:
+        train(plan_with(chat, "objective.teacher_template_kwargs={loud: true}"), tmp_path)
+    assert error.value.where == "objective.teacher_template_kwargs"
 
 
 # The plan

@@ -28,7 +28,15 @@ from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import ReferencePlace, StepPictures
 from bloomery.plan.estimate.towers import TrainedTower
 from bloomery.plan.types import DatasetFacts, RunPlan
-from bloomery.recipe.objectives import GroupRollouts, Grpo, Ppo, RewardedRollouts, Rloo, Rollouts
+from bloomery.recipe.objectives import (
+    GroupRollouts,
+    Grpo,
+    Ppo,
+    RewardedRollouts,
+    Rloo,
+    Rollouts,
+    TaughtByDivergence,
+)
 from bloomery.recipe.schema import (
     Adapter,
     AnyObjective,
@@ -414,6 +422,16 @@ def ineffective_settings(recipe: Recipe, *, accelerator: bool, precision: str) -
     if isinstance(recipe.objective, GroupRollouts) and recipe.objective.teacher is None:
         for name in sorted(TEACHER_KEYS & recipe.objective.model_fields_set):
             yield f"objective.{name} has no effect: objective.teacher is unset"
+    if isinstance(recipe.objective, TaughtByDivergence):
+        taught = recipe.objective
+        has_own_prompts = (
+            taught.teacher_prompt_template is not None or taught.estimator == "sampled"
+        )
+        if taught.teacher_template_kwargs and not has_own_prompts:
+            yield (
+                "objective.teacher_template_kwargs has no effect: the teacher has the tokenizer and the prompts of the"
+                " model"
+            )
     if recipe.objective.stored_scores is not None:
         for name in sorted(
             {"teacher_quantize", "teacher_stream"} & recipe.objective.model_fields_set
@@ -591,6 +609,7 @@ def memory_setting(plan: RunPlan) -> str:
 TEACHER_KEYS = frozenset(
     (
         *("teacher_quantize", "teacher_stream", "teacher_kl_coef", "teacher_prompt_template"),
+        "teacher_template_kwargs",
         *("divergence", "jsd_beta", "estimator"),
     )
 )

@@ -164,6 +164,11 @@ class TaughtByDivergence(Taught):
         "Prompt of the teacher, which may tell it more: {prompt} and {COLUMN} of the row; unset: the model's.",
         "{prompt}\n\nA correct solution:\n{solution}",
     )
+    teacher_template_kwargs: dict[str, bool | int | float | str] = key(
+        {},
+        "Variables of the teacher's chat template, where it has another tokenizer or another prompt.",
+        {"enable_thinking": False},
+    )
 
     @property
     def own_teacher(self) -> OwnTeacher | None:

@@ -32,6 +32,7 @@ from bloomery.data.tokenizer.roles import named_tokens
 from bloomery.data.tokenizer.templates import (
     BUILTIN,
     NONE,
+    VARIABLES,
     ChatTemplate,
     find_template,
     formats_texts,
@@ -171,10 +172,11 @@ class Renderer:
         train_on: TrainOn,
         verbatim: bool = False,
         variables: Mapping[str, bool | int | float | str] | None = None,
+        variables_key: str = VARIABLES,
         pictures: PictureEncoder | None = None,
     ) -> None:
         """`template`: a name, a file, "none", or None for the tokenizer's own. It is loaded when a row needs it.
-        `variables`: of the template, where it has other defaults.
+        `variables`: of the template, where it has other defaults; `variables_key`: the recipe's key with them.
 
         With a template, a prompt and a response that are texts are formatted as a user turn and an assistant turn.
         `verbatim`: they are not, as for pretraining.
@@ -183,6 +185,7 @@ class Renderer:
         self._template_name = template
         self._train_on = train_on
         self._variables = variables or {}
+        self._variables_key = variables_key
         self._pictures = pictures
         self._formats_texts = not verbatim and formats_texts(template, tokenizer.config)
         self._template: ChatTemplate | None = None
@@ -212,7 +215,7 @@ class Renderer:
         """The chat template. Raises UserError when there is none, or an unknown one."""
         if self._template is None:
             found_template = find_template(self._template_name, self._tokenizer.config)
-            self._template = with_variables(found_template, self._variables)
+            self._template = with_variables(found_template, self._variables, self._variables_key)
         return self._template
 
     def take_parts(self) -> PartCounts:

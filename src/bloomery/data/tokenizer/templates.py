@@ -19,7 +19,7 @@ NOT_OWN = "not the tokenizer's own"
 _FOLDER = Path(__file__).parent / "templates"
 _WHERE = "data.chat.template"
 _CHOICES = f"set {_WHERE} to {', '.join(BUILTIN)} or a file"
-_VARIABLES = "data.chat.template_kwargs"
+VARIABLES = "data.chat.template_kwargs"
 # What a conversation sets: no variable of a recipe may replace it.
 _OF_CONVERSATIONS = ("messages", "tools", "documents", "add_generation_prompt")
 
@@ -88,9 +88,12 @@ def find_template(name: str | None, config: Mapping[str, Any]) -> ChatTemplate:
 
 
 def with_variables(
-    template: ChatTemplate, variables: Mapping[str, bool | int | float | str]
+    template: ChatTemplate,
+    variables: Mapping[str, bool | int | float | str],
+    where: str = VARIABLES,
 ) -> ChatTemplate:
     """The template with other values for its variables, such as `enable_thinking`; a request may still set them.
+    `where`: the key of the recipe that has them.
 
     Raises UserError for a variable that it does not have.
     """
@@ -99,14 +102,14 @@ def with_variables(
         if name in _OF_CONVERSATIONS or not name.isidentifier() or name.endswith("_token"):
             raise UserError(
                 f"{name[:60]!r} is no variable that a recipe sets",
-                where=_VARIABLES,
+                where=where,
                 fix="leave it out: it comes from the conversation or the tokenizer",
                 code=2,
             )
         if not any(re.search(rf"\b{name}\b", text) for text in texts):
             raise UserError(
                 f"{template.origin} has no variable {name[:60]!r}",
-                where=_VARIABLES,
+                where=where,
                 fix="leave it out, or look at the template for the names that it tests",
                 code=2,
             )

@@ -569,6 +569,7 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
                 teacher_tokenizer,
                 turns=read_manifest(plan.data.prepared).turns,
                 stop_ids=sampling_of(plan, inputs.tokenizer).stop_ids,
+                variables=objective.teacher_template_kwargs,
             )
         if objective.teacher_prompt_template is not None or plan.aligns_texts:
             teacher_prompts = TeacherPrompts(
@@ -576,6 +577,7 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
                 plan.data.prepared,
                 teacher_tokenizer,
                 longest=plan.data.sequence_length - objective.max_completion_length,
+                variables=objective.teacher_template_kwargs,
             )
             teacher_prompts.check(prompts, held_out)
     return RolloutSource(

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, final
 
 from bloomery.core.errors import UserError
@@ -18,8 +18,11 @@ from bloomery.data.shards import read_manifest
 from bloomery.data.tokenizer.templates import NONE
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.facts.prompt_templates import filled
+from bloomery.train.rl.teacher_texts import TEACHER_VARIABLES
 
 KEY = "objective.teacher_prompt_template"
+Variables = Mapping[str, bool | int | float | str]
+NO_VARIABLES: Variables = MappingProxyType({})
 NUM_CHECKED = 10_000  # of each split, before the first step: 3 s of chat templates
 
 
@@ -31,9 +34,16 @@ class TeacherPrompts(AbstractContextManager["TeacherPrompts"]):
     """
 
     def __init__(
-        self, template: str | None, prepared: Path, tokenizer: Tokenizer, *, longest: int
+        self,
+        template: str | None,
+        prepared: Path,
+        tokenizer: Tokenizer,
+        *,
+        longest: int,
+        variables: Variables = NO_VARIABLES,
     ) -> None:
         """`template`: None for the prompts of the dataset. `tokenizer`: the teacher's. `longest`: tokens of a prompt.
+        `variables`: of the chat template.
 
         Raises UserError for a dataset with pictures.
         """
@@ -52,7 +62,11 @@ class TeacherPrompts(AbstractContextManager["TeacherPrompts"]):
         self._longest = longest
         is_chat = read_manifest(prepared).turns
         self._renderer = Renderer(
-            tokenizer, template=None if is_chat else NONE, train_on="assistant"
+            tokenizer,
+            template=None if is_chat else NONE,
+            train_on="assistant",
+            variables=variables if is_chat else {},
+            variables_key=TEACHER_VARIABLES,
         )
 
     def __exit__(

@@ -1,6 +1,6 @@
 """Completions as a teacher with another tokenizer reads them: its tokens of their text, and common spans. No torch."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -15,6 +15,8 @@ from bloomery.data.tokenizer.alignment import (
 )
 from bloomery.data.tokenizer.templates import own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer
+
+TEACHER_VARIABLES = "objective.teacher_template_kwargs"
 
 
 @final
@@ -96,9 +98,14 @@ def _reaches(ends: Sequence[int], size: int) -> bool:
 
 
 def teacher_texts(
-    student: Tokenizer, teacher: Tokenizer, *, turns: bool, stop_ids: Collection[int]
+    student: Tokenizer,
+    teacher: Tokenizer,
+    *,
+    turns: bool,
+    stop_ids: Collection[int],
+    variables: Mapping[str, bool | int | float | str] | None = None,
 ) -> TeacherTexts:
-    """`turns`: prompts are conversations, which the teacher has by its own chat template.
+    """`turns`: prompts are conversations, which the teacher has by its own chat template, with these `variables`.
 
     Raises UserError for a teacher without one.
     """
@@ -115,8 +122,14 @@ def teacher_texts(
     with chat_format(teacher, None) as form:
         end_id = next(iter(form.stop_ids), teacher.eos_id)
     spaces = []
-    for tokenizer in (student, teacher):
-        with Renderer(tokenizer, template=None, train_on="assistant") as renderer:
+    for tokenizer, of_template in ((student, None), (teacher, variables)):
+        with Renderer(
+            tokenizer,
+            template=None,
+            train_on="assistant",
+            variables=of_template,
+            variables_key=TEACHER_VARIABLES,
+        ) as renderer:
             spaces.append(renderer.space_before_answers())
     return TeacherTexts(
         student=student,
