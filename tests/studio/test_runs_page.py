@@ -72,7 +72,9 @@ def test_the_runs_of_a_sweep_are_a_group_with_what_decides() -> None:
         rows = sorted(sorted(row["name"] for row in table.rows) for table in tables)
         assert rows == [["alone"], ["rates/high", "rates/low"]]
         (fold,) = [e for e in user.find(ui.expansion).elements if e.text == "rates"]
-        assert fold.props["caption"] == "sweep of 2 runs; best so far validation loss 1.250: high"
+        caption = "sweep of 2 runs; best so far validation loss 1.250: high"
+        assert fold.props["caption"].strip() == caption
+        assert fold.props["toggle-aria-label"] == f"rates {caption}"
         user.find("Compare its runs").click()
         await until(lambda: user.back_history[-1] == "/compare?sweep=rates")
 

@@ -40,6 +40,12 @@ PAGES = {
     "machine": "machine",
     "new": "new",
 }
+# In the rail, which is wider than a phone.
+OPEN_PAGE_IS_NAMED = """(() => {
+  const pages = document.querySelector(".pages").getBoundingClientRect();
+  const here = document.querySelector(".pages [aria-current=page]")?.getBoundingClientRect();
+  return !here || (here.left >= pages.left - 1 && here.right <= pages.right + 1);
+})()"""
 CASES = [(page, width, dark) for page in PAGES for width, dark in LOOKS]
 
 
@@ -208,6 +214,7 @@ def test_a_page_fits_its_window_and_has_no_serious_fault(
     open_page(browser, studio, page)
     picture(browser, page, width, dark)
     assert browser.overflow() == []
+    assert browser.value(OPEN_PAGE_IS_NAMED)
     assert classes_without_rule(browser) == set()
     faults = browser.faults()
     assert not faults, "\n".join(faults)

@@ -238,6 +238,13 @@ def fold(title: str, *, opened: bool = False) -> Iterator[ui.expansion]:
         yield box
 
 
+def caption_fold(box: ui.expansion, caption: str) -> None:
+    """A remark under the title of a fold. Quasar names the fold by its title alone, without what stands below it."""
+    # Parts of a name are told apart by a space between them, also where each has a line of its own.
+    box.props["caption"] = f" {caption}"
+    box.props["toggle-aria-label"] = f"{box.text} {caption}"
+
+
 def mono(words: str) -> TextElement:
     """Text as a program wrote it."""
     return text(words, "div", "mono")

@@ -20,6 +20,7 @@ from bloomery.studio.compare_page import MOST_RUNS, address_of_comparison, addre
 from bloomery.studio.components import (
     STATUS_TONES,
     button,
+    caption_fold,
     card,
     card_grid,
     chip,
@@ -327,7 +328,7 @@ class SweepRuns:
         _fill(self.table, rows, columns)
         best = best_of(rows)
         decides = "" if best is None else f"; best so far {best[1]}: {best[0]}"
-        self._fold.props["caption"] = f"sweep of {counted(len(rows), 'runs')}{decides}"
+        caption_fold(self._fold, f"sweep of {counted(len(rows), 'runs')}{decides}")
         self._fold.update()
 
 

@@ -5,6 +5,7 @@ from typing import Any, final
 
 from nicegui import ui
 
+from bloomery.studio.components import caption_fold
 from bloomery.studio.recipe_form import (
     SOURCE,
     FormField,
@@ -128,10 +129,11 @@ class SettingsForm:
         with self._form:
             for section in sections:
                 with (
-                    ui.expansion(section.name, caption=section.description)
+                    ui.expansion(section.name)
                     .classes("w-full")
                     .props("dense header-class=text-weight-medium") as expansion
                 ):
+                    caption_fold(expansion, section.description)
                     expansion.value = section.name in OPENED
                     self._add_fields(section.fields[:FIRST_FIELDS], expansion)
                     more = None

@@ -202,3 +202,17 @@ document.addEventListener("keydown", event => {
 
 // The address of a page with what has been answered on it, so that reloading it or coming back loses nothing.
 window.studioAddress = address => history.replaceState(history.state, "", address);
+
+// On a phone the rail is wider than the window: it shows the name of the page that is open.
+new MutationObserver((_, observer) => {
+  const pages = document.querySelector(".pages");
+  if (!pages) return;
+  observer.disconnect();
+  const here = pages.querySelector("[aria-current=page]");
+  if (!here) return;
+  // Names have their width once their font is there, and the rail has that of the window.
+  const sizes = new ResizeObserver(() => {
+    pages.scrollLeft = here.offsetLeft - pages.offsetLeft - (pages.clientWidth - here.offsetWidth) / 2;
+  });
+  for (const one of [pages, ...pages.children]) sizes.observe(one);
+}).observe(document.documentElement, {childList: true, subtree: true});
