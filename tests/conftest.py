@@ -81,12 +81,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+def pytest_runtest_protocol(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
     running_tests.append(item.nodeid)
     try:
         return (yield)
     finally:
         running_tests.pop()
+        # What a file has imported stays. Runs of tests collect garbage after every rollout, and would walk over it.
+        if nextitem is not None and nextitem.path != item.path:
+            gc.collect()
+            gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import faulthandler
+import gc
 import multiprocessing
 import os
 import subprocess
@@ -97,6 +98,18 @@ def ranks(world: int) -> Ranks:
     return _pools[world]
 
 
+def forget_groups() -> None:
+    """Ends the threads of gloo's groups, which wake a hundred times a second for as long as a mesh is remembered.
+
+    DTensor's caches remember every mesh, and with it its groups; a pool would have a hundred such threads in the end.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
+    gc.collect()
+
+
 def _serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
@@ -123,6 +136,7 @@ def _serve(pipe: Connection) -> None:
             with contextlib.suppress(Exception):
                 if dist.is_initialized():
                     dist.destroy_process_group()
+            forget_groups()
             faulthandler.cancel_dump_traceback_later()
         # Only now: the answer ends the folder, and a store whose folder goes while it closes waits for 30 minutes.
         pipe.send(answer)

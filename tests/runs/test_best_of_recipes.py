@@ -34,10 +34,10 @@ MODEL = {
 OVERFITS = {
     "objective": {"kind": "sft"},
     "rows": 12,
-    "train": {"max_steps": 60, "batch_size": 4, "micro_batch_size": 4},
+    "train": {"max_steps": 32, "batch_size": 4, "micro_batch_size": 4},
     "optimizer": {"learning_rate": 0.01, "schedule": "constant", "warmup": "0 steps"},
-    "checkpoint": {"every": "25%", "keep": 1},
-    "eval": {"every": "12.5%"},
+    "checkpoint": {"every": "50%", "keep": 1},
+    "eval": {"every": "25%"},
 }
 
 

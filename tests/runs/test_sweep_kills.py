@@ -1,4 +1,4 @@
-"""A sweep of twelve runs that is killed five times ends as one that nothing disturbed, bit by bit."""
+"""A sweep of six runs that is killed three times ends as one that nothing disturbed, bit by bit."""
 
 import functools
 import json
@@ -23,7 +23,7 @@ from runs_of_bloomery import (
 
 from bloomery.monitor.events import StepDone, read_events
 
-RATES = "optimizer.learning_rate=3e-2,1e-2,3e-3,1e-3"
+RATES = "optimizer.learning_rate=1e-2,1e-3"
 SEEDS = "train.seed=1,2,3"
 STEPS = 6
 SWEEP = (
@@ -36,7 +36,7 @@ SWEEP = (
     "--run-dir",
     "runs/s",
 )
-KILLS = 5
+KILLS = 3
 LONGEST_DELAY_SECONDS = 0.4
 
 
@@ -51,9 +51,9 @@ def calm_sweep(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str
 
 
 @pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 8))]
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 16))]
 )
-def test_twelve_runs_killed_five_times_end_with_the_same_table(
+def test_six_runs_killed_three_times_end_with_the_same_table(
     bloomery: Bloomery, calm_sweep: tuple[Path, dict[str, Any]], seed: int
 ) -> None:
     """Killed twice or more while a run is scored, and else in training, at moments that the seed draws."""

@@ -174,13 +174,16 @@ def test_an_export_is_pushed_and_a_run_is_not() -> None:
             for words in ("Chat", "Export", "Push to the Hub")
         }
 
+        async def enables(expected: list[str]) -> None:
+            await until(lambda: [w for w, one in buttons.items() if one.enabled] == expected)
+
         for model, enabled in (
             ("runs/lora@7", ["Chat", "Export"]),
             ("./exports/poet.gguf", []),
             ("./exports/poet", ["Chat", "Export", "Push to the Hub"]),
         ):
             table.selected = [rows[model]]
-            await until(lambda: [w for w, one in buttons.items() if one.enabled] == enabled)  # noqa: B023
+            await enables(enabled)
         user.find("Push to the Hub").click()
         await user.should_see("Push exports/poet to the Hub", retries=50)
         (upload,) = user.find(kind=ui.button, content="Upload").elements

@@ -31,7 +31,7 @@ data: {path: prompts.jsonl, sequence_length: 48, validation: 0.1}
 objective: {kind: grpo, num_generations: 4, max_completion_length: 8}
 rewards: [{python: "my_rewards.py:spaces"}]
 sample: {prompts: []}
-train: {max_steps: 6, batch_size: 16, micro_batch_size: 2, precision: float32}
+train: {max_steps: 6, batch_size: 16, micro_batch_size: 4, precision: float32}
 optimizer: {kind: adamw, learning_rate: 1e-3, warmup: 1 steps}
 eval: {every: 3 steps}
 checkpoint: {every: 3 steps}

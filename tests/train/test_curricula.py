@@ -30,6 +30,7 @@ EDITS = (
     "rewards=[{python: 'by_row.py:by_row'}]",
     "objective.easy_prompts=drop",
     "objective.hard_prompts=defer",
+    "train.micro_batch_size=20",
     "train.batch_size=80",
 )
 

@@ -29,9 +29,9 @@ ADD = '<tool_call>\n{"name": "add", "arguments": {"a": %s, "b": %s}}\n</tool_cal
 STEP = '<tool_call>\n{"name": "step", "arguments": {"by": %s}}\n</tool_call>'
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    folder = make_chat_model(tmp_path_factory.mktemp("episodes") / "chat", *TOKENS)
+def write_model_and_tools(folder: Path) -> Path:
+    """The folder with a chat model whose template names tools, and with tools in `user_tools.py`."""
+    make_chat_model(folder, *TOKENS)
     tokenizer = load_tokenizer(folder)
     tokenizer.config["eos_token"] = "<|im_end|>"
     tokenizer.config["chat_template"] = (
@@ -43,6 +43,11 @@ def folder(tmp_path_factory) -> Path:
     tokenizer.save(folder)
     (folder / "user_tools.py").write_text(FILE)
     return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_model_and_tools(tmp_path_factory.mktemp("episodes") / "chat")
 
 
 @pytest.fixture

@@ -1,10 +1,11 @@
 """`bloomery eval MODEL --environment`: episodes of any model. Oracle: a script, counted by hand."""
 
 import json
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from test_episodes import STEP, Policy, folder  # noqa: F401 (a fixture)
+from test_episodes import STEP, Policy, write_model_and_tools
 
 import bloomery
 from bloomery.cli.eval import command
@@ -23,8 +24,13 @@ SCRIPT = {
 ROWS = [{"prompt": [{"role": "user", "content": "Count."}], "start": start} for start in (3, 5)]
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_model_and_tools(tmp_path_factory.mktemp("episodes") / "chat")
+
+
 @pytest.fixture
-def asked(folder, tmp_path, monkeypatch):  # noqa: F811
+def asked(folder, tmp_path, monkeypatch):
     data = tmp_path / "prompts.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     monkeypatch.setattr(

@@ -22,6 +22,7 @@ from bloomery.recipe.schema import Lora, Quantize, Recipe
 from ranks import fields, losses, on_ranks, ranks, train, train_here
 
 E2B = sharing_config()
+FOUR_MICRO_BATCHES = {"tokens_per_step": 128, "accumulation": 4}  # two of each of two ranks
 DORA = Lora(kind="dora", rank=4, target_modules=["all-linear"])
 TOKENS = torch.randint(3, 512, (2, 40), generator=torch.Generator().manual_seed(1))
 
@@ -32,13 +33,13 @@ def base(prepared, tmp_path_factory) -> Path:
 
 
 def plan_of(data: Path, *, steps: int = 4, source: Path | None = None, **fields):
-    train = {"steps": steps, "tokens_per_step": 128, "micro_batch_size": 1, "accumulation": 4}
+    train = {"steps": steps, "tokens_per_step": 64, "micro_batch_size": 1, "accumulation": 2}
     return tiny_plan(
         data,
         config=E2B,
         train=train | fields.pop("train", {}),
-        checkpoint={"every_steps": 2},
-        eval={"every_steps": 2},
+        checkpoint={"every_steps": max(2, steps // 2)},
+        eval={"every_steps": max(2, steps // 2)},
         sample={"prompts": ("def",), "max_new_tokens": 8},
         model={"source": source} | fields.pop("model", {}),
     ).model_copy(update=fields)
@@ -53,7 +54,7 @@ def plan_of(data: Path, *, steps: int = 4, source: Path | None = None, **fields)
     ],
 )
 def test_ranks_train_as_one_rank(prepared, tmp_path, mesh) -> None:
-    plan = plan_of(prepared)
+    plan = plan_of(prepared, train=FOUR_MICRO_BATCHES)
     several = on_ranks(plan, **mesh)
     one = train_here(plan.model_dump_json(), str(tmp_path / "one"), None, None)
     arguments = (several.model_dump_json(), str(tmp_path / "many"), None, None)

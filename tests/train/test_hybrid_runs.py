@@ -60,6 +60,7 @@ CONFIGS = [
     CONFIG,
     *(pytest.param(config, marks=pytest.mark.soak) for config in (CONVOLVING, APART)),
 ]
+FOUR_MICRO_BATCHES = {"tokens_per_step": 128, "accumulation": 4}  # two of each of two ranks
 DORA = Lora(kind="dora", rank=4, target_modules=["all-linear"])
 DPO = Preference(kind="dpo", beta=0.5)
 
@@ -77,13 +78,13 @@ def family_of(config) -> str:
 
 
 def plan_of(data: Path, *, config=CONFIG, steps: int = 4, source: Path | None = None, **fields):
-    train = {"steps": steps, "tokens_per_step": 128, "micro_batch_size": 1, "accumulation": 4}
+    train = {"steps": steps, "tokens_per_step": 64, "micro_batch_size": 1, "accumulation": 2}
     return tiny_plan(
         data,
         config=config,
         train=train | fields.pop("train", {}),
-        checkpoint={"every_steps": 2},
-        eval={"every_steps": 2},
+        checkpoint={"every_steps": max(2, steps // 2)},
+        eval={"every_steps": max(2, steps // 2)},
         sample={"prompts": ("def",), "max_new_tokens": 8} if config.head == "tokens" else {},
         model={"source": source},
     ).model_copy(update=fields)
@@ -99,7 +100,7 @@ def plan_of(data: Path, *, config=CONFIG, steps: int = 4, source: Path | None = 
     ],
 )
 def test_ranks_and_stages_train_as_one_rank(prepared, tmp_path, mesh, settings, config) -> None:
-    plan = plan_of(prepared, config=config, train=settings)
+    plan = plan_of(prepared, config=config, train=FOUR_MICRO_BATCHES | settings)
     several = on_ranks(plan, **mesh)
     one = train_here(plan.model_dump_json(), str(tmp_path / "one"), None, None)
     arguments = (several.model_dump_json(), str(tmp_path / "many"), None, None)

@@ -57,6 +57,7 @@ ERNIE = tiny_config(
         layers=(False, True),
     ),
 )
+FOUR_MICRO_BATCHES = {"tokens_per_step": 128, "accumulation": 4}  # two of each of two ranks
 LORA = Lora(kind="lora", rank=4, target_modules=["all-linear"])
 DPO = Preference(kind="dpo", beta=0.5)
 
@@ -67,13 +68,13 @@ def base(prepared, tmp_path_factory) -> Path:
 
 
 def plan_of(data: Path, *, config=QWEN, steps: int = 4, source: Path | None = None, **fields):
-    train = {"steps": steps, "tokens_per_step": 128, "micro_batch_size": 1, "accumulation": 4}
+    train = {"steps": steps, "tokens_per_step": 64, "micro_batch_size": 1, "accumulation": 2}
     return tiny_plan(
         data,
         config=config,
         train=train | fields.pop("train", {}),
-        checkpoint={"every_steps": 2},
-        eval={"every_steps": 2},
+        checkpoint={"every_steps": max(2, steps // 2)},
+        eval={"every_steps": max(2, steps // 2)},
         sample={"prompts": ("def",), "max_new_tokens": 8},
         model={"source": source},
     ).model_copy(update=fields)
@@ -129,7 +130,7 @@ def test_checkpoints_keep_what_chooses_in_float32(prepared, tmp_path, config, pr
     ids=["qwen3_5_moe", "ernie4_5_moe", "lfm2_moe"],
 )
 def test_shards_train_as_one_rank(prepared, tmp_path, config, precision) -> None:
-    plan = plan_of(prepared, config=config, train={"precision": precision})
+    plan = plan_of(prepared, config=config, train=FOUR_MICRO_BATCHES | {"precision": precision})
     several = on_ranks(plan, shard=2)
     one = train_here(plan.model_dump_json(), str(tmp_path / "one"), None, None)
     arguments = (several.model_dump_json(), str(tmp_path / "many"), None, None)

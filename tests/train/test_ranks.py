@@ -1,5 +1,6 @@
 """Two and four ranks train as one does, and take over each other's checkpoints. Oracle: one rank."""
 
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from functools import cache
@@ -359,3 +360,16 @@ def test_the_report_compares_the_communication_of_each_axis_with_its_plan(
             planned[name],
             pytest.approx(mean),
         )
+
+
+def threads_of_groups() -> list[str]:
+    """Of this process: those of gloo's groups."""
+    names = [(thread / "comm").read_text().strip() for thread in Path("/proc/self/task").iterdir()]
+    return [name for name in names if "gloo" in name]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have names in /proc")
+def test_a_pool_of_tests_keeps_no_group(prepared, tmp_path):
+    """Each would wake a thread a hundred times a second until all tests have ended."""
+    train(on_ranks(plan_of(prepared), shard=2), tmp_path, stop_after=1)
+    assert ranks(2).call(threads_of_groups) == [[], []]

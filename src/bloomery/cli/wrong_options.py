@@ -6,8 +6,8 @@ Only what is spelled almost the same is proposed as a misspelling: `--lora-rank`
 import importlib
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 
 import click
@@ -106,17 +106,24 @@ def _wrong_options(
     }
     unknown = _unknown_options(arguments, own_options) or {error.option_name: "true"}
     takes_settings = any(parameter.name == "overrides" for parameter in parameters)
+
+    def similar_options(names: Sequence[str]) -> dict[str, str]:
+        return {name: answer for name in names if (answer := _similar_option(name, own_options))}
+
+    # What is certain comes before what is guessed: a source is asked about what those before it do not answer.
+    sources: list[Callable[[Sequence[str]], dict[str, str]]] = [
+        similar_options,
+        _answers_of_commands,
+    ]
+    if takes_settings:
+        certain, guessed = (
+            partial(_answers_of_settings, siblings=unknown, may_guess=may_guess)
+            for may_guess in (False, True)
+        )
+        sources = [certain, similar_options, guessed, _answers_of_commands]
     answers = _answers_of_programs(unknown, command.partition(" ")[2])
-    if takes_settings:
-        rest = [name for name in unknown if name not in answers]
-        answers |= _answers_of_settings(rest, unknown, may_guess=False)
-    rest = [name for name in unknown if name not in answers]
-    answers |= {name: answer for name in rest if (answer := _similar_option(name, own_options))}
-    if takes_settings:
-        rest = [name for name in unknown if name not in answers]
-        answers |= _answers_of_settings(rest, unknown, may_guess=True)
-    rest = [name for name in unknown if name not in answers]
-    answers |= _answers_of_commands(rest)
+    for answers_of in sources:
+        answers |= answers_of([name for name in unknown if name not in answers])
 
     # In the order of the command line; those without an answer share the last line.
     unanswered = [name for name in unknown if name not in answers]

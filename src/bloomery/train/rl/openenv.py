@@ -8,6 +8,7 @@ asked over a WebSocket.
 import inspect
 import json
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import Any, Protocol, cast, final, get_type_hints
 from urllib.error import URLError
 from urllib.parse import urlsplit
@@ -196,11 +197,9 @@ def _mistakes(errors: Any) -> list[str]:
 def server_schema(address: str) -> Json:
     """The tool of a server's environment. Raises Unusable where none answers, or without the package for WebSockets."""
     fix = f"start the server at {address}, or correct environment.openenv"
-    try:
-        import websockets.sync.client  # noqa: F401
-    except ImportError as error:
+    if find_spec("websockets") is None or find_spec("websockets.sync") is None:
         problem = "environments of a server need the package websockets"
-        raise Unusable(problem, "pip install websockets") from error
+        raise Unusable(problem, "pip install websockets")
     try:
         with urlopen(f"{address.rstrip('/')}/schema", timeout=SERVER_SECONDS) as response:
             schema = json.loads(response.read(MOST_BYTES))
