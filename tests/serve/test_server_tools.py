@@ -290,8 +290,9 @@ def ended_within(process: int, seconds: float) -> bool:
     return not psutil.pid_exists(process)
 
 
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_ends_the_call_of_its_tool(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     plan = plan_of(folder, "hang", "add")
     limits = plan.environment.model_copy(update={"timeout": Duration(60.0, "seconds")})
@@ -299,8 +300,9 @@ def test_a_client_that_goes_away_ends_the_call_of_its_tool(
     answers = [call("hang"), call("add", a=1, b=2), "so"]
     with tool_server(folder, monkeypatch, plan, answers) as (server, script):
         body = {"messages": TURNS, "model": "chat"}
+        asked = {**body, "stream": stream}
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=3.0)
+            httpx.post(f"{server.url}/v1/chat/completions", json=asked, timeout=3.0)
         assert len(script.prompts) == 1
         # The next request has tools of its own.
         status, answer = post(server, "/v1/chat/completions", body)

@@ -4,6 +4,7 @@ Each running request has a process for its tools; a few of them are kept, and fu
 """
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,7 @@ class ServerTools:
         self._busy = set[LiveEpisode]()
         self._threads = ThreadPoolExecutor(most, "tools")
         self._free = asyncio.Semaphore(most)
+        self._ending = threading.Lock()
         self._is_closing = False
         try:
             self.schemas = self._idle[0].schemas
@@ -52,11 +54,12 @@ class ServerTools:
     def close(self) -> None:
         """Calls that are waited for end, and so do all processes."""
         self._is_closing = True
-        for episode in self._busy:
+        busy_episodes = list(self._busy)
+        for episode in busy_episodes:
             episode.stopped = True
         self._threads.shutdown(wait=True, cancel_futures=True)
-        for episode in (*self._idle, *self._busy):
-            episode.close()
+        for episode in (*self._idle, *busy_episodes):
+            self._end(episode)
 
     async def begin(
         self, model: Served, messages: Sequence[Message], row: Json, seed: int
@@ -94,6 +97,11 @@ class ServerTools:
         if is_whole and not self._is_closing:
             self._idle.append(episode)
         else:
+            self._end(episode)
+
+    def _end(self, episode: LiveEpisode) -> None:
+        """A request that ends and a server that ends may both close it."""
+        with self._ending:
             episode.close()
 
 
@@ -154,13 +162,17 @@ class ServedEpisode:
         if self._is_released:
             return
         self._is_released = True
-        is_whole = self._is_whole and not self._episode.stopped
-        if is_whole:
-            try:
-                self._episode.end()
-            except (UserError, Stopped):
-                is_whole = False
-        self._tools.take_back(self._episode, is_whole=is_whole)
+        if not self._is_whole or self._episode.stopped:
+            self._tools.take_back(self._episode, is_whole=False)
+            return
+
+        # The process of the tools ends that of the episode, and is waited for.
+        def take_back(ended: "asyncio.Future[None]") -> None:
+            is_whole = not ended.cancelled() and ended.exception() is None
+            self._tools.take_back(self._episode, is_whole=is_whole)
+
+        ending = asyncio.ensure_future(self._tools.run(self._episode.end))
+        ending.add_done_callback(take_back)
 
     async def events(
         self, engine: Engine, arrived: Arrived, job: Job
