@@ -19,18 +19,22 @@ from bloomery.core.errors import UserError
 from bloomery.data.prepare.prepare import prepare
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.data.top_scores import SUFFIX, common_header, stored_answers
+from bloomery.evals.own_losses import losses_as_trained
 from bloomery.hardware.detect import detect
 from bloomery.infer.top_scores import top_scores
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
+from bloomery.parallel.mesh import SINGLE_RANK
 from bloomery.plan.gather import gather
 from bloomery.plan.resolve import resolve
+from bloomery.plan.store import begin, write_plan
 from bloomery.recipe.load import load_recipe
 from bloomery.recipe.objectives import Distill
 from bloomery.train.objectives.build import distillation, stored_distillation
 from bloomery.train.objectives.stored_scores import TOP_IDS, TOP_LOGPS
+from bloomery.train.set_up import fix_start
 from bloomery.train.step import compute_loss
 from device_for_tests import on_device
-from ranks import losses, on_ranks, train
+from ranks import fields, losses, on_ranks, train
 
 STORED = Distill(kind="distill", teacher_scores="x", kd_ratio=0.7)
 
@@ -263,6 +267,28 @@ def test_runs_agree(folder, tmp_path, case):
     first = train(plan, run, stop_after=2)
     rest = train(plan, run, resume_from=run / "checkpoints" / "step-00000002")
     assert losses([*first, *rest]) == losses(whole)
+
+
+def test_a_sweep_scores_a_run_by_its_own_loss(folder, tmp_path):
+    plan = distill_plan(folder)
+    (evaluation,) = fields(train(plan, tmp_path), "EvalDone")
+    write_plan(plan, tmp_path / "plan.json")
+    scores = losses_as_trained(tmp_path, tmp_path / "checkpoints" / "step-00000003")
+    assert scores.estimate().value == pytest.approx(evaluation["loss"], rel=1e-5)
+
+
+def test_a_resumed_run_has_the_scores_of_its_beginning(folder, tmp_path):
+    scores = tmp_path / f"all.jsonl{SUFFIX}"
+    content = bytearray((folder / scores.name).read_bytes())
+    scores.write_bytes(content)
+    plan = distill_plan(folder, f"objective.teacher_scores={scores}")
+    begin(tmp_path, {})
+    fix_start(plan, tmp_path, SINGLE_RANK)
+    fix_start(plan, tmp_path, SINGLE_RANK)
+    content[-1] ^= 1
+    scores.write_bytes(content)
+    with pytest.raises(UserError, match="scores are not those that the run began with"):
+        fix_start(plan, tmp_path, SINGLE_RANK)
 
 
 def test_the_plan_says_what_is_stored(folder):

@@ -54,6 +54,7 @@ def losses_as_trained(run: Path, weights: Path) -> Scores | None:
         file,
         "" if identity is None else identity.run,
         seed=train.seed,
+        top_scores=plan.objective.stored_scores,
     )
     values = []
     weights_of_sequences = []

@@ -115,16 +115,23 @@ def read_sealed(path: Path, *, fix: str = _AS_IT_WAS) -> bytes:
     return content
 
 
-def note_model(folder: Path, role: str, digest: str) -> None:
-    """Remembers the weights of a run when they are first read, and raises UserError when they are others later."""
+CHANGED_MODEL = (
+    "model is not the one that the run began with: its weights or its config.json changed"
+)
+
+
+def note_model(folder: Path, role: str, digest: str, *, changed: str = CHANGED_MODEL) -> None:
+    """Remembers the weights of a run when they are first read, and raises UserError when they are others later.
+    `changed`: the rest of that sentence.
+    """
     head = read_identity(folder)
     if head is None or head.models.get(role) == digest:
         return
     if role in head.models:
         raise UserError(
-            f"the {role} model is not the one that the run began with: its weights or its config.json changed",
+            f"the {role} {changed}",
             where=str(folder),
-            fix="put that model back, or start a new run",
+            fix="put back what it was, or start a new run",
         )
     _write(folder, head.model_copy(update={"models": head.models | {role: digest}}))
 

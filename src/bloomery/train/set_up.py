@@ -10,9 +10,11 @@ from types import MappingProxyType
 from typing import final
 
 from bloomery.core import __version__
+from bloomery.core.files import digest_of, digests_of_file
 from bloomery.data.loader import Loader
 from bloomery.data.shards import SplitName, read_manifest
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from bloomery.data.top_scores import scores_files
 from bloomery.facts.counting import is_never_trained, parameter_count
 from bloomery.facts.objectives import BatchOrigin
 from bloomery.hub import local_model
@@ -147,6 +149,12 @@ def fix_start(plan: RunPlan, run_dir: Path, mesh: Mesh) -> RunPlan:
     plan = with_base(plan, run_dir, mesh)
     if (teacher := plan.objective.taught_by) is not None and mesh.first_rank:
         note_model(run_dir, "teacher", digest(local_model(teacher.model)))
+    if (scores := plan.objective.stored_scores) is not None and mesh.first_rank:
+        digests = [part for path in scores_files(scores) for part in digests_of_file(path)]
+        changed = "are not those that the run began with: the file changed"
+        note_model(
+            run_dir, "teacher's scores", digest_of("".join(digests).encode()), changed=changed
+        )
     return plan
 
 
