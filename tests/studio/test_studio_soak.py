@@ -178,6 +178,7 @@ def test_samples_and_the_report_show_their_image(tmp_path: Path, browser: Browse
         browser.open(report.absolute().as_uri())
         browser.value("document.querySelector('.pictured').scrollIntoView({block: 'center'})")
         assert browser.overflow() == []
+        assert browser.faults() == []
         browser.picture(kept / f"report-samples-{width}-{'dark' if dark else 'light'}.png")
     assert browser.problems == []
 
