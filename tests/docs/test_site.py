@@ -138,3 +138,15 @@ def test_pages_of_users_cite_no_tests_and_no_sources() -> None:
         and (found := cited_in(page.read_text(encoding="utf-8")))
     }
     assert cited == {}
+
+
+def test_every_picture_is_on_a_page() -> None:
+    """What no page shows is never drawn again, and keeps an old look in the repository."""
+    pages = [
+        ROOT / "README.md",
+        *(ROOT / "docs").rglob("*.md"),
+        ROOT / "docs/tutorials/notebook.ipynb",
+    ]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    pictures = [path.name for path in (ROOT / "docs/figures").iterdir()]
+    assert [name for name in pictures if f"figures/{name}" not in text] == []

@@ -12,6 +12,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "scripts"))
+
+import dockerfile_steps  # noqa: E402
+
 FILES = sorted((ROOT / "docker").glob("Dockerfile.*"))
 KNOWN = {"ARG", "FROM", "RUN", "COPY", "WORKDIR", "ENV", "USER", "CMD"}
 
@@ -19,14 +23,9 @@ each = pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 
 
 def instructions(file: Path) -> list[tuple[str, str]]:
-    """(word, rest), comments dropped and continued lines joined."""
-    text = "\n".join(line for line in file.read_text().splitlines() if not line.startswith("#"))
-    lines = re.sub(r"\\\n", " ", text).splitlines()
-    return [
-        (line.split(" ", 1)[0], re.sub(r"\s+", " ", line.split(" ", 1)[1]))
-        for line in lines
-        if line.strip()
-    ]
+    """(word, rest) as the script without an engine reads them, with single spaces."""
+    found = dockerfile_steps.instructions(file.read_text())
+    return [(word, re.sub(r"\s+", " ", rest)) for word, rest in found]
 
 
 def of(file: Path, word: str) -> list[str]:
@@ -320,3 +319,21 @@ def test_the_other_images_get_their_torch_and_keep_it(image, file, cuda):
     refused = later(image, environment, "-m", "pip", "install", "xformers")
     assert refused.returncode != 0
     assert "torch==2.13.0" in refused.stdout + refused.stderr
+
+
+@each
+def test_the_script_without_an_engine_has_a_rule_for_every_instruction(file, tmp_path, monkeypatch):
+    """Its commands are not run here: that takes root, another system and half a gigabyte."""
+    ran = list[tuple[str, str, str]]()
+
+    def record(image, command, *, may_fail=False):
+        ran.append((image.user, image.working_folder, command))
+
+    monkeypatch.setattr(dockerfile_steps.Image, "run", record)
+    dockerfile_steps.main(file, tmp_path)
+    *steps, last = ran
+    assert last == ("1000:1000", "/workspace", "bloomery doctor")
+    assert {user for user, _, _ in steps} == {"0:0"}
+    assert any(place == "/opt/bloomery" and "setup.py" in step for _, place, step in steps)
+    assert (tmp_path / "opt/bloomery/scripts/setup.py").is_file()
+    assert not (tmp_path / "opt/bloomery/.git").exists()

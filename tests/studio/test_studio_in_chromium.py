@@ -227,6 +227,8 @@ def test_a_finger_hits_every_target_on_a_phone(studio: str, browser: Browser, pa
     try:
         open_page(browser, studio, page)
         assert browser.value("matchMedia('(pointer: coarse)').matches")
+        # All pages of studio and the switch of colors are in one line.
+        assert browser.value("document.querySelector('.rail').offsetHeight") < 60
         targets = browser.small_targets()
         assert targets == [], "\n".join(targets)
         assert browser.overflow() == []
