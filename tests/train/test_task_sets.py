@@ -8,6 +8,7 @@ import pytest
 from task_sets_for_tests import SUMS, write_task_set
 from test_episodes import Policy
 
+import bloomery
 from bloomery.core.errors import UserError
 from bloomery.data.prompts import Prompt
 from bloomery.data.sources.readers import read_values
@@ -89,6 +90,25 @@ def test_an_episode_of_a_task_is_one_answer(
     assert [episode.reward for episode in episodes] == [3.0, 0.0]
     assert [(episode.turns, episode.calls) for episode in episodes] == [(1, 0), (1, 0)]
     assert _of_tools(episodes)["environment/length"] == np.mean([1, 23])
+
+
+def test_a_plan_does_not_run_the_file(tmp_path: Path) -> None:
+    folder = make_chat_model(tmp_path / "chat")
+    mark = tmp_path / "ran"
+    text = f"open({str(mark)!r}, 'w').close()\n" + SUMS
+    file = write_task_set(tmp_path, stand_in=True, text=text)
+    report = bloomery.plan(
+        {
+            "model": {"from": str(folder)},
+            "data": {"path": str(file), "format": "verifiers", "sequence_length": 128},
+            "objective": {"kind": "grpo", "num_generations": 4, "max_completion_length": 16},
+            "environment": {"python": f"{file}:Sums"},
+            "train": {"max_steps": 1},
+        },
+    )
+    assert report is not None and not mark.exists()
+    next(read_values(file, file.name, "verifiers"))
+    assert mark.exists()
 
 
 def test_a_chat_with_a_task_set_is_refused(file: Path, tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from bloomery.data.sources.documents import (
 )
 from bloomery.data.sources.files import unread_files
 from bloomery.data.sources.formats import ROW_FORMATS
+from bloomery.data.sources.task_sets import runs_code
 from bloomery.data.tokenizer.templates import find_template
 from bloomery.data.tokenizer.tokenizer import (
     TOKENIZER_FILES,
@@ -498,7 +499,7 @@ def unread_columns(recipe: Recipe, manifest: Manifest | None = None) -> list[str
     kind = recipe.objective.spec.data_kind
     notes = list[str]()
     for source in sources_of(recipe.data):
-        if not data_place(source.path).exists():
+        if not data_place(source.path).exists() or runs_code([source]):
             continue
         notes += [
             f"{Path(source.path).name}: {note}"
@@ -515,7 +516,8 @@ def left_out_parts(recipe: Recipe, manifest: Manifest | None = None) -> list[str
     if manifest is not None:
         return left_out_notes(dict(manifest.template_parts))
     try:
-        tokenizer = None if absent(recipe) else local_tokenizer(recipe)
+        is_unread = bool(absent(recipe)) or runs_code(sources_of(recipe.data))
+        tokenizer = None if is_unread else local_tokenizer(recipe)
         if tokenizer is None:
             return []
         rows = [
@@ -545,7 +547,7 @@ def guessed(recipe: Recipe) -> DatasetFacts | None:
     """
     data = recipe.data
     refuse_layout(recipe)
-    if absent(recipe):
+    if absent(recipe) or runs_code(sources_of(recipe.data)):
         return None
     checked = _checked_rows(recipe)
     size = checked.size

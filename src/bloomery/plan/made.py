@@ -26,6 +26,7 @@ from bloomery.data.sources.files import (
     suffix_of,
 )
 from bloomery.data.sources.splits import validation_split
+from bloomery.data.sources.task_sets import runs_code
 from bloomery.data.tokenizer.templates import own_templates, templates_in
 from bloomery.facts.columns import COLUMN_NAMES, ColumnUse
 from bloomery.facts.objectives import OBJECTIVES
@@ -309,7 +310,11 @@ def reading_lines(recipe: Recipe) -> list[str]:
     files.
     """
     kind = recipe.objective.spec.data_kind
-    sources = [source for source in sources_of(recipe.data) if hub.data_place(source.path).exists()]
+    sources = [
+        source
+        for source in sources_of(recipe.data)
+        if hub.data_place(source.path).exists() and not runs_code([source])
+    ]
     lines = [describe_rows(source, kind) for source in sources]
     return [line for line in lines if line is not None]
 

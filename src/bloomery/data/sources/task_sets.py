@@ -4,17 +4,23 @@ A row has the prompt as messages, the fields of the task's own data as columns, 
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from bloomery.core.child import Child
 from bloomery.core.errors import UserError
+from bloomery.recipe.schema import Source
 
 TASK_SETS = "verifiers"  # `data.format`
 WORKER = "bloomery.data.sources.task_set_worker"
 SECONDS = 600.0  # to load the file, or for further tasks: it may download a dataset
 TASKS = 256  # of an answer
+
+
+def runs_code(sources: Iterable[Source]) -> bool:
+    """Whether reading these runs a file of the recipe's: plans do not, and know such a dataset once it is prepared."""
+    return any(source.format == TASK_SETS for source in sources)
 
 
 def task_rows(path: Path) -> Iterator[dict[str, Any]]:
