@@ -15,6 +15,7 @@ from test_tools import LONG, TYPED, WEATHER, calls_of, check_weather
 from bloomery.core.errors import UserError
 from bloomery.data.chat.channels import ChannelParser
 from bloomery.data.chat.render import chat_format
+from bloomery.data.chat.thoughts import without_thought
 from bloomery.data.chat.tool_forms import FORMS, ToolFormat, call_ends, tool_format
 from bloomery.data.chat.tools import calls_in, parser_of
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
@@ -342,3 +343,20 @@ def test_a_model_that_writes_no_channels_still_answers() -> None:
     parser = ChannelParser(FORM["gpt-oss"].channels)
     parts = [*parser.push("hello "), *parser.push("you"), *parser.flush()]
     assert "".join(part.content for part in parts) == "hello you"
+
+
+@pytest.mark.parametrize(
+    ("answer", "spoken"),
+    [
+        (
+            "<|channel|>analysis<|message|>6 x 7<|end|><|start|>assistant<|channel|>final<|message|>42",
+            "42",
+        ),
+        ("<|channel|>analysis<|message|>6 x 7", None),
+        ("42", "42"),
+    ],
+)
+def test_an_answer_of_channels_is_judged_without_its_thought(
+    answer: str, spoken: str | None
+) -> None:
+    assert without_thought(answer, FORM["gpt-oss"].channels, inside=False) == spoken
