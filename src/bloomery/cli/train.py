@@ -30,6 +30,7 @@ from bloomery.core.units import counted
 if TYPE_CHECKING:
     from bloomery.hardware.machine import Machine
     from bloomery.plan.types import RunPlan
+    from bloomery.recipe.load import LoadedRecipe
     from bloomery.runs.flow import EndedRun
     from bloomery.sweep.scores import Metric
 
@@ -101,8 +102,8 @@ def command(
     # A fixed time is the run's length, and its metric must exist.
     if budget is not None:
         overrides = (*overrides, *_of_fixed_time(budget, overrides))
-    judges = budget is not None or as_json
-    if judges and (smoke_test or dry_run or _has_launcher()):
+    has_metric = budget is not None or as_json
+    if has_metric and (smoke_test or dry_run or _has_launcher()):
         raise UserError(
             "--for and --json print the metric of a run that trains here",
             where="--for" if budget is not None else "--json",
@@ -118,32 +119,17 @@ def command(
         sys.stdout.flush()
         os.execv(launch[0], launch)
 
-    # A dry run downloads nothing; with a launcher it also prints what every rank would start with.
+    # A dry run downloads nothing.
     loaded_recipe, source = chosen_recipe(recipe, overrides, model, data, fetch=not dry_run)
     if dry_run:
-        from bloomery.cli.plan import show_plan
-
-        code = show_plan(loaded_recipe, devices=devices, source=source)
-        if launch:
-            from bloomery.hardware.detect import detect
-            from bloomery.plan.resolve import local_plan, plan_environment
-            from bloomery.runs.devices import narrowed
-
-            plan, _ = local_plan(loaded_recipe, machine=narrowed(detect(), devices))
-            variables = [
-                f"{name}={shlex.quote(value)}" for name, value in plan_environment(plan).items()
-            ]
-            echo(f"environment {' '.join(variables)}")
-            echo(f"command    {shlex.join(launch)}")
-        return code
-
+        return _show_dry_run(loaded_recipe, source, devices, launch)
     if smoke_test:
         from bloomery.cli.smoke_test import run_smoke_test
 
         return run_smoke_test(loaded_recipe, arguments=source, run_dir=run_dir, devices=devices)
 
     metric = None
-    if judges:
+    if has_metric:
         from bloomery.sweep.scores import metric_of
 
         metric = metric_of([loaded_recipe.recipe])
@@ -164,6 +150,27 @@ def command(
     if metric is None:
         return conclude(ended_run)
     return _conclude_with(metric, ended_run, devices, as_json=as_json)
+
+
+def _show_dry_run(
+    loaded_recipe: "LoadedRecipe", source: str, devices: str | None, launch: Sequence[str]
+) -> int:
+    """Prints the plan, and with a launcher what every rank would start with. Returns the exit code."""
+    from bloomery.cli.plan import show_plan
+
+    code = show_plan(loaded_recipe, devices=devices, source=source)
+    if not launch:
+        return code
+
+    from bloomery.hardware.detect import detect
+    from bloomery.plan.resolve import local_plan, plan_environment
+    from bloomery.runs.devices import narrowed
+
+    plan, _ = local_plan(loaded_recipe, machine=narrowed(detect(), devices))
+    variables = [f"{name}={shlex.quote(value)}" for name, value in plan_environment(plan).items()]
+    echo(f"environment {' '.join(variables)}")
+    echo(f"command    {shlex.join(launch)}")
+    return code
 
 
 def _has_launcher() -> bool:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
 
 from bloomery.core import Choice
 from bloomery.core.errors import UserError
@@ -162,7 +161,6 @@ def choose_micro_batching(
         else [train.activation_checkpointing]
     )
     sizes = _sizes(train, step, sequences_per_step, any_divisor)
-    peak_of = cache(measure)  # of the same step several questions are asked
 
     def planned(mode: str, sequences: int) -> StepShape:
         """In chunks of logits, which need the least memory."""
@@ -180,12 +178,12 @@ def choose_micro_batching(
     for mode in modes:
         for size in sizes:
             planned_step = planned(mode, size)
-            if peak_of(planned_step).fits:
+            if measure(planned_step).fits:
                 fitting_steps.append(together(planned_step))
         if fitting_steps:
             break
     candidates = [
-        _with_logits(fitting_step, peak_of) for fitting_step in fitting_steps or [planned_step]
+        _with_logits(fitting_step, measure) for fitting_step in fitting_steps or [planned_step]
     ]
     planned_step, chunk = candidates[0]
 
@@ -200,7 +198,7 @@ def choose_micro_batching(
         reason = f"the largest that divides the {counted(sequences_per_step, 'sequences')} of a device and fits"
     if len(known_seconds) == len(candidates) and not step.mode.fused_backward:
         steps = [candidate for candidate, _ in candidates]
-        chosen, why_smaller = _fastest(steps, known_seconds, peak_of)
+        chosen, why_smaller = _fastest(steps, known_seconds, measure)
         planned_step, chunk = candidates[chosen]
         reason = why_smaller or reason
     mode = planned_step.checkpointing
@@ -215,7 +213,7 @@ def choose_micro_batching(
         checkpointing=Choice(mode, fit if train.activation_checkpointing == "auto" else ASKED),
         score_chunk=chunk,
         step=planned_step,
-        memory=peak_of(planned_step),
+        memory=measure(planned_step),
     )
 
 
