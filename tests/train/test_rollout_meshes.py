@@ -92,7 +92,9 @@ def assert_trains_as(one, folder, events):
     held_out = [
         [event["metrics"] for event in fields(run, "EvalDone")] for run in (events, expected)
     ]
-    assert held_out[0] == held_out[1]
+    assert [of["reward"] for of in held_out[0]] == [of["reward"] for of in held_out[1]]
+    for ours_at, expected_at in zip(*held_out, strict=True):
+        assert ours_at == pytest.approx(expected_at, rel=1e-5)
 
 
 SHARED = {
@@ -143,6 +145,44 @@ def test_stages_train_as_one_rank(recipe, alone, tmp_path, case, mesh):
     assert_trains_as(alone(case), tmp_path, train(plan, tmp_path))
 
 
+MIXTURE = ("model.family=qwen3_moe", "model.experts={count: 4, per_token: 2, width: 32}")
+DIVIDED = {
+    "two copies": {"replicate": 2, "expert": 2},
+    "two shards": {"shard": 2, "expert": 2},
+    "two stages": {"pipeline": 2, "replicate": 2, "expert": 2},
+}
+
+
+EXPERT_CASES = {
+    **{name: CASES[name] for name in ("grpo", "ppo", "grpo, mean of completions, reference")},
+    "taught by its base": ("objective.teacher=base", LORA),
+}
+
+
+@pytest.fixture(scope="module")
+def alone_with_experts(recipe, tmp_path_factory):
+    @cache
+    def run(case):
+        folder = tmp_path_factory.mktemp("alone")
+        return folder, train(plan_of(recipe, *MODEL, *MIXTURE, *EXPERT_CASES[case]), folder)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("case", "mesh"),
+    [
+        pytest.param(case, mesh, marks=[] if mesh == "two copies" else [pytest.mark.soak])
+        for case in EXPERT_CASES
+        for mesh in DIVIDED
+        if (case, mesh) != ("taught by its base", "two stages")  # no teacher judges over stages
+    ],
+)
+def test_ranks_that_divide_experts_train_as_one(recipe, alone_with_experts, tmp_path, case, mesh):
+    plan = on_ranks(plan_of(recipe, *MODEL, *MIXTURE, *EXPERT_CASES[case]), **DIVIDED[mesh])
+    assert_trains_as(alone_with_experts(case), tmp_path, train(plan, tmp_path))
+
+
 MOVES = {
     "from shared sequences": ({"replicate": 2, "context": 2}, {}),
     "to shared sequences": ({}, {"replicate": 2, "context": 2}),
@@ -167,6 +207,13 @@ def test_a_run_goes_on_over_other_ranks(recipe, alone, tmp_path, case, move):
     assert_trains_as(alone(case), tmp_path, [*before, *after])
 
 
+COPY_AXES = {
+    "pipeline": ({"parallel.pipeline": 2}, ()),
+    "shard": ({"parallel.shard": 2}, ()),
+    "expert": ({"parallel.replicate": 2, "parallel.expert": 2}, MIXTURE),
+}
+
+
 def bytes_of_weights(plan_json):
     """On every rank: the bytes of its part of the model, and of the copy that it samples with."""
     plan = RunPlan.model_validate_json(plan_json)
@@ -183,15 +230,17 @@ def bytes_of_weights(plan_json):
     ]
 
 
-@pytest.mark.parametrize("axis", ["pipeline", "shard"])
+@pytest.mark.parametrize("axis", COPY_AXES)
 @pytest.mark.parametrize("case", ["grpo", "rloo, cross-entropy", "nf4"])
 def test_the_plan_counts_the_copy_that_a_rank_samples_with(recipe, axis, case):
     """Exactly, but for numbers that are computed again: of frequencies and masks."""
-    others = {key: 1 for key in ("replicate", "shard", "pipeline") if key != axis}
-    edits = [f"parallel.{key}={size}" for key, size in {axis: 2, **others}.items()]
-    plan = plan_of(recipe, *MODEL, *CASES[case], *edits)
+    sizes, model = COPY_AXES[axis]
+    every_size = {f"parallel.{key}": 1 for key in ("replicate", "shard", "pipeline")} | sizes
+    edits = [f"{key}={size}" for key, size in every_size.items()]
+    plan = plan_of(recipe, *MODEL, *model, *CASES[case], *edits)
     planned = plan.rollout.memory.parts
+    of_weights = planned["weights"] + planned.get("adapter", 0.0)
     for own, copy in ranks(2).call(bytes_of_weights, plan.model_dump_json()):
         assert planned["whole copy"] == pytest.approx(copy, rel=0.01)
-        assert own <= 1.02 * planned["weights"]  # every shard has all norms
+        assert own <= 1.02 * of_weights  # every shard has all norms
     assert plan.memory.total >= plan.rollout.memory.total

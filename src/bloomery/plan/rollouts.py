@@ -8,7 +8,7 @@ from bloomery.facts.counting import parameter_count
 from bloomery.plan.estimate import speed
 from bloomery.plan.estimate.fabric import Fabric, gather_seconds
 from bloomery.plan.estimate.measured import StepEstimator
-from bloomery.plan.estimate.mesh import ONE_DEVICE, MeshSplit
+from bloomery.plan.estimate.mesh import ONE_DEVICE, MeshSplit, with_own_experts
 from bloomery.plan.estimate.rollouts import (
     RolloutShape,
     completion_tokens_of,
@@ -139,7 +139,7 @@ class RolloutMoments:
             filters=objective.top_p < 1 or objective.top_k is not None or objective.min_p > 0,
             scored_passes=int(self.num_steps > 1 or has_penalty or has_values) + int(has_penalty),
             has_values=has_values,
-            whole_copy=split.shard * split.pipeline > 1,
+            whole_copy=split.shard * split.pipeline * split.expert > 1,
         )
 
     def memories(
@@ -153,7 +153,10 @@ class RolloutMoments:
         training = with_stored_rollout(shape, step_memory)
         # The stage that needs most in a step may keep less than another one while both sample.
         if split.pipeline > 1:
-            parts = step_memory.parts | most_kept_bytes(step, split)
+            own_step = step
+            if split.expert > 1 and split.shard == 1:
+                own_step = with_own_experts(step, split.expert)
+            parts = step_memory.parts | most_kept_bytes(own_step, split)
             step_memory = step_memory.model_copy(update={"parts": parts})
         return training, sampling_memory(shape, step_memory)
 

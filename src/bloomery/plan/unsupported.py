@@ -729,7 +729,6 @@ ALL_PARAMETERS = "PEFT ranks and replaces whole matrices, and each device holds 
 WHOLE_TEACHER = "the teacher is not cut into stages"
 TEACHER_READS_ALL = "the teacher reads whole sequences"
 WHOLE_TEXTS = "its loss is one per response, and each device has a part of the response"
-OTHER_COMPLETIONS = "each device samples completions of other lengths, with a whole model"
 OTHER_ROWS = "each step exchanges other numbers of rows, and blocks would be compiled again"
 ALL_LAYERS = "PEFT needs a whole model, and each stage has some of its layers"
 
@@ -989,8 +988,6 @@ def refuse_divided_experts(
 def _not_with_divided_experts(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """What the recipe uses and does not train so: the feature with the reason, and what to set instead."""
     optimizer = recipe.optimizer
-    if recipe.objective.spec.samples:
-        yield f"objective {recipe.objective.kind}: {OTHER_COMPLETIONS}", "objective.kind=dpo"
     if isinstance(recipe.adapter, Peft):
         yield f"PEFT methods: {ALL_PARAMETERS}", "adapter.kind=lora"
     if recipe.train.compile is True:

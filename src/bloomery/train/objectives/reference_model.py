@@ -16,6 +16,7 @@ from bloomery.model.io.weights import quantize_model
 from bloomery.model.vision import VisionTower, load_tower
 from bloomery.parallel.apply import apply
 from bloomery.parallel.context import HeadExchange
+from bloomery.parallel.experts import RowExchange, divide_experts
 from bloomery.parallel.fsdp import apply_fsdp
 from bloomery.parallel.mesh import Mesh
 from bloomery.parallel.stage import keep_stage
@@ -77,6 +78,8 @@ def build_reference_model(
         forward_only["compile"] = False
     train = plan.train.model_copy(update=forward_only)
     apply(reference, train)
+    if mesh.expert_mesh is not None:
+        divide_experts(reference, mesh.expert_mesh, RowExchange(mesh))
     if mesh.device_mesh is not None:
         apply_fsdp(reference, train, mesh.device_mesh, mesh.clock)
 

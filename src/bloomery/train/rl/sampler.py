@@ -1,7 +1,8 @@
 """Sampling the completions of a rollout on all ranks: what each samples, how they agree to stop, out of memory.
 
 Ranks take different numbers of forwards, as completions have different lengths. So a forward has no collective: where
-ranks hold shards or stages of the model, each gathers a whole copy first, and samples as many prompts as the others.
+ranks hold shards, stages or some experts of the model, each gathers a whole copy first, and samples as many prompts as
+the others.
 """
 
 import ctypes
@@ -325,7 +326,7 @@ def generating(state: TrainState, plan: RunPlan) -> Iterator[Decoder]:
     Where a rank has a part of the model, it is a whole copy of it, for the length of the block: all ranks must enter.
     """
     mesh = state.model_and_optimizer.mesh
-    model = state.model if mesh.shard * mesh.stages == 1 else whole_copy(state, plan)
+    model = state.model if mesh.holders * mesh.stages == 1 else whole_copy(state, plan)
     if plan.train.device == "cpu":
         try:
             model.step = CompiledStep(model)
