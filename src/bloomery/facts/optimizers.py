@@ -194,10 +194,9 @@ def _muon_update_flops(layer_matrices: tuple[Shape, ...]) -> float:
 
 
 def _adafactor_update_bytes(update: Update) -> float:
-    settings = update.settings
-    # Without a fused backward the random bits fit into the three pieces.
-    draws_bits = settings.stochastic_rounding and settings.fused_backward and not update.on_gpu
-    return update.piece_bytes(3.5 if draws_bits else 3.0)
+    # Three pieces. Compiled code draws the bits of stochastic rounding one by one; PyTorch, where there is no compiler,
+    # half a piece of them.
+    return update.piece_bytes(3.0)
 
 
 # The one that a recipe without a choice has; it updates what another one leaves.

@@ -122,7 +122,12 @@ class Adafactor(torch.optim.Optimizer):
             torch._foreach_add_(weights, list(_if_open(gate, update_NRC, 0.0).unbind(0)))
             return
         old_NRC = stacked(weights)
+        if (
+            old_NRC.device.type == "cpu"
+        ):  # as a sum of two dtypes does there, unseen by a simulation
+            old_NRC = old_NRC.to(update_NRC.dtype)
         new_NRC = _if_open(gate, update_NRC.add_(old_NRC, alpha=1 - decay), old_NRC)
+        del old_NRC
         for parameter, weight, new in zip(stack, weights, new_NRC, strict=True):
             self._rounding.write(weight, new, parameter, step, rows.start or 0)
 

@@ -9,6 +9,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from bloomery.facts.counting import is_decayed
 from bloomery.facts.limits import CPU_PIECE, GPU_PIECE
@@ -195,9 +196,12 @@ class Rounding:
         """Stochastic rounding, whatever the setting, of values from the flat index `start`. Overwrites `exact`."""
         if parameter not in self.shards.full_parameters:
             seed = self.seed_of(parameter, step, start, *slot)
-            # A fake tensor has no memory that compiled code could read.
-            if exact.device.type == "cpu" and type(exact) is Tensor and compiled_rounding_agrees():
-                return compiled_adamw.rounded_at_random(exact, seed)
+            if exact.device.type == "cpu" and compiled_rounding_agrees():
+                if type(exact) is Tensor:
+                    return compiled_adamw.rounded_at_random(exact, seed)
+                # A fake tensor has no memory that compiled code could read. That code allocates its result alone.
+                if isinstance(exact, FakeTensor):
+                    return torch.empty_like(exact, dtype=torch.bfloat16)
             return round_stochastically(
                 exact, random_bits(exact.numel(), seed=seed, device=exact.device)
             )
