@@ -27,7 +27,7 @@ OUT = ROOT / "benchmarks" / "results" / "tool_calls.txt"
 NUM_TAUGHT = 48  # conversations that show the form
 NUM_PROMPTS = 240
 NUM_HELD_OUT = 64
-SAMPLES = 6
+SAMPLES = 5
 
 # Of each tool a line, so that prompts are short.
 TEMPLATE = """\

@@ -340,3 +340,47 @@ def record_shapes(shapes: set[tuple[int, ...]]) -> Callable[..., int]:
         return 0
 
     return record
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_a_comparison_a_few_rows_at_a_time_has_the_gradients_of_all(monkeypatch, kind, temperature):
+    """Oracle: the same formulas over all logits at once, through PyTorch's autograd."""
+    monkeypatch.setattr(heads, "CPU_BLOCK", 2 * 11)
+    random = torch.Generator().manual_seed(0)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random, dtype=torch.float64)
+
+    output, teacher_output = nn.Linear(4, 11).double(), nn.Linear(5, 11).double()
+    teacher_hidden_NS, upstream = numbers(8, 5), numbers(4, 8)
+    labels_BT = torch.randint(0, 11, (1, 8), generator=random)
+    measure = heads.DivergenceMeasure(kind, temperature)
+    teacher = heads.Teacher(lambda positions: teacher_hidden_NS[positions], teacher_output)
+
+    def gradients(head: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        hidden_BTD = torch.full((1, 8, 4), 0.3, dtype=torch.float64, requires_grad=True)
+        hidden_BTD.data.add_(torch.arange(32, dtype=torch.float64).view(1, 8, 4).sin())
+        results = head(hidden_BTD)
+        inputs = (hidden_BTD, output.weight, output.bias)
+        return [results, *torch.autograd.grad(results, inputs, upstream)]
+
+    def in_pieces(hidden_BTD: Tensor) -> Tensor:
+        divergence = heads.Divergence(labels_BT, torch.ones(1, 8), 3, measure, teacher)
+        return divergence(hidden_BTD, output, None)[:, 0]
+
+    def at_once(hidden_BTD: Tensor) -> Tensor:
+        return heads._scores_and_divergence(
+            output(hidden_BTD[0]),
+            teacher_output(teacher_hidden_NS),
+            labels_BT[0],
+            softcap=None,
+            teacher_softcap=None,
+            measure=measure,
+            at_temperature=False,
+            entropy=False,
+            entropy_gradient=False,
+        )
+
+    for ours, theirs in zip(gradients(in_pieces), gradients(at_once), strict=True):
+        assert_close(ours, theirs, rtol=1e-12, atol=1e-12)

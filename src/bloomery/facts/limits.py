@@ -14,6 +14,9 @@ from bloomery.facts.config import DeltaNet, ModelConfig
 # passes between the matmuls cost little, and computing them twice is quicker than reading all 50,000 from memory.
 CPU_TILE = 4096
 
+# Logits that a CPU passes over at once where it compares two models: a megabyte each, some of which its caches hold.
+CPU_BLOCK = 2**18
+
 # Completions of a rollout that a rank decodes at once: more of them need more KV cache and are hardly faster on a CPU.
 ROLLOUT_SLOTS = 64
 

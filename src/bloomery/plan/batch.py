@@ -10,6 +10,7 @@ from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import parameter_count
 from bloomery.facts.limits import CPU_TILE
 from bloomery.plan.choices import ASKED
+from bloomery.plan.estimate.moments import BACKWARD_DIVERGENCE
 from bloomery.plan.estimate.speed import keeps_logits
 from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.types import MemoryEstimate
@@ -22,7 +23,7 @@ CPU_TOKENS = 2048  # of a micro-batch: measured, larger ones are no faster and h
 # Tokens of a chunk of logits. Matmuls are not faster above the first, and hardly slower down to the second.
 LARGEST_CHUNK = 1024
 SMALLEST_CHUNK = 256
-CHUNK_LOGITS = 2**26  # of a small chunk: 128 MiB in bfloat16
+CHUNK_BYTES = 2**27  # of the logits of a small chunk
 ONE_CHUNK_SHARE = 0.8  # of the limit, under which all logits of a micro-batch may exist at once
 # Of the fastest micro-batch's time: the estimate does not tell two apart that differ by less.
 SAME_TIME = 1.01
@@ -258,10 +259,14 @@ def _fastest(
 def small_chunk(step: StepShape) -> int:
     """Tokens of a chunk of logits where memory is short: a power of two, the fewer the larger the vocabulary.
 
-    A CPU holds the logits of one tile of it at a time.
+    A CPU holds the logits of one tile of it at a time. Distillation holds those of both models, on a GPU with what is
+    made of them.
     """
-    outputs_at_once = step.head_outputs if step.on_gpu else min(step.head_outputs, CPU_TILE)
-    tokens = CHUNK_LOGITS // outputs_at_once
+    if step.teacher_width is not None:
+        token_bytes = (BACKWARD_DIVERGENCE if step.on_gpu else 4) * step.head_outputs
+    else:
+        token_bytes = 2 * (step.head_outputs if step.on_gpu else min(step.head_outputs, CPU_TILE))
+    tokens = CHUNK_BYTES // token_bytes
     return min(LARGEST_CHUNK, max(SMALLEST_CHUNK, 1 << tokens.bit_length() >> 1))
 
 
@@ -269,6 +274,9 @@ def _with_logits(step: StepShape, measure: Measure) -> tuple[StepShape, Choice[i
     """The step with all logits of a micro-batch at once where they fit, else in the largest chunks that do; and why."""
     tokens = step.tokens_per_micro_batch
     one_chunk_step = replace(step, score_chunk=tokens)
+    if step.teacher_width is not None and tokens > step.score_chunk:
+        reason = "backward computes the logits of both models again, whatever the chunk"
+        return step, Choice(step.score_chunk, reason)
     if tokens <= step.score_chunk or _has_room(measure(one_chunk_step)):
         reason = "all logits of a micro-batch fit, and are kept for backward"
         if not keeps_logits(one_chunk_step):

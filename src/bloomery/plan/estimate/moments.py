@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import NamedTuple
 
-from bloomery.facts.limits import CPU_TILE
+from bloomery.facts.limits import CPU_BLOCK, CPU_TILE
 from bloomery.model.adapters.settings import EMBEDDING
 from bloomery.plan.estimate.activations import (
     backward_bytes,
@@ -18,7 +18,7 @@ from bloomery.plan.estimate.activations import (
 from bloomery.plan.estimate.states import TrainedLayer, stays_float32
 from bloomery.plan.estimate.step import StepShape
 
-# Bytes per logit of each model: model.heads.Divergence, uncompiled.
+# Bytes per logit of each model, with the logits themselves on a GPU: model.heads.Divergence, uncompiled.
 FORWARD_DIVERGENCE = 20
 BACKWARD_DIVERGENCE = 28
 
@@ -178,12 +178,15 @@ def logit_bytes(step: StepShape) -> tuple[float, float]:
         widened = 4.0 * tokens * hidden_size if element_bytes < 4 else 0.0
         return widened, 2 * widened
     if step.teacher_width is not None:
-        # Distillation: both models' logits of a chunk and their float32 copies, recomputed in backward.
+        # Distillation: both models' logits of a chunk, recomputed in backward, and what is made of them: on a CPU of a
+        # few rows at a time.
         chunk_logits = min(step.score_chunk, tokens) * config.vocab_size
+        made = chunk_logits if step.on_gpu else min(chunk_logits, CPU_BLOCK)
+        both = 0 if step.on_gpu else 2 * element_bytes * chunk_logits
         hidden = tokens * (hidden_size + 2 * step.teacher_width) * element_bytes
         return (
-            float(FORWARD_DIVERGENCE * chunk_logits + hidden),
-            float(BACKWARD_DIVERGENCE * chunk_logits + hidden),
+            float(both + FORWARD_DIVERGENCE * made + hidden),
+            float(both + BACKWARD_DIVERGENCE * made + hidden),
         )
 
     # The plan compiles both passes or neither.
