@@ -44,10 +44,10 @@ def make_value_model(folder, seed=0, *, chat=False):
 
 @dataclass
 class FakeMesh:
-    """One of `data_world` ranks; `gathered`: what each rank handed in."""
+    """One of `world` ranks; `gathered`: what each rank handed in."""
 
-    data_rank: int = 0
-    data_world: int = 1
+    rank: int = 0
+    world: int = 1
     gathered: list | None = None
 
     def all_gather_json(self, value):
