@@ -101,6 +101,7 @@ FLAGS = {
     "generate": {
         "--prompt",
         "--prompts",
+        "--top-scores",
         "--data",
         "--image",
         "--chat",
