@@ -187,6 +187,9 @@ def test_the_tutorial_leads_to_a_fine_tuned_model(smollm2: Path, tmp_path: Path)
 
         # 7. Compare
         reader.click("Runs")
+        browser.until(
+            "document.title.startsWith('Runs')"
+        )  # the page before it has links with this name, too
         studio.click(browser, run.name, kinds="tbody a")
         reader.click("New run from this")
         reader.sees("that are free")
