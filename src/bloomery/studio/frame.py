@@ -99,7 +99,6 @@ def page(title: str, path: str, *, tells_errors: bool = True) -> Iterator[None]:
                         link.props("aria-current=page")
             with ui.element("div").classes("foot"):
                 gpus = GpusOfRail(shared_sensors())
-                update_every(RAIL_SECONDS, gpus.update)
                 switch = ui.button(icon="contrast")
                 switch.props('flat dense data-colors aria-label="Switch between light and dark"')
                 emit = f"() => emit(studioSwitchColors('{_COLORS}'))"
@@ -109,6 +108,8 @@ def page(title: str, path: str, *, tells_errors: bool = True) -> Iterator[None]:
                 folder.props["title"] = harmless(f"Runs, models and data of {Path.cwd()}")
         with ui.element("main"):
             yield
+    # Last: where a page awaits something, NiceGUI answers as soon as a timer runs, with what is there until then.
+    update_every(RAIL_SECONDS, gpus.update)
 
 
 def failure_of(error: Exception) -> UserError:
@@ -121,7 +122,7 @@ def failure_of(error: Exception) -> UserError:
 
 
 def update_every(seconds: float, update: Callable[[], Any]) -> None:
-    """Calls `update` while a browser shows the page.
+    """Calls `update` while a browser shows the page; begun after the last await that builds it.
 
     NiceGUI keeps a page for half a minute after it was left, in case that the browser connects again.
     """
