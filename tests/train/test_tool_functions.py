@@ -340,13 +340,13 @@ def test_what_a_model_cannot_be_told_of_is_said_before_training(file, case):
 
 
 def test_what_was_answered_before_a_kill_is_read_again(tmp_path):
-    path = tmp_path / "tools" / "step-00000001-rank-0.jsonl"
+    files = (tmp_path / "tools", "step-00000001")
     asked = call("add", '{"a": 1}')
-    RecordedCalls(path).add([(2**63, 1, 0, asked, ToolResult("3", False))])
-    with path.open("ab") as torn:
+    RecordedCalls(*files).add([(2**63, 1, 0, asked, ToolResult("3", False))])
+    with (tmp_path / "tools" / "step-00000001-rank-0.jsonl").open("ab") as torn:
         torn.write(b'[9223372036854775808, 1, 1, "ad')
-    again = RecordedCalls(path)
+    again = RecordedCalls(*files)
     assert again.answer(2**63, 1, 0, asked) == ToolResult("3", False)
     assert again.answer(2**63, 1, 0, call("add", '{"a": 2}')) is None
     again.add([(2**63, 1, 1, asked, ToolResult("4", True))])
-    assert RecordedCalls(path).answer(2**63, 1, 1, asked) == ToolResult("4", True)
+    assert RecordedCalls(*files).answer(2**63, 1, 1, asked) == ToolResult("4", True)

@@ -58,7 +58,11 @@ def places_of(names: Sequence[str]) -> tuple[Path, list[Path | None]]:
         for name, inner in zip(names, parts, strict=True)
     ]
     if not any(is_data):
-        raise UserError("none of the files has rows or text", where=names[0][:120])
+        raise UserError(
+            "none of the files has rows or text",
+            where=names[0][:120],
+            fix="choose files with rows (.jsonl, .json, .csv, .parquet), text (.md, .txt) or code",
+        )
     # A folder keeps its name.
     tops = {inner[0] if len(inner) > 1 else "" for inner in parts}
     top = next(iter(tops)) if len(tops) == 1 else ""
