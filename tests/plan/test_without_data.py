@@ -71,7 +71,7 @@ def test_a_file_that_does_not_exist_is_still_an_error():
 
 
 def test_an_imported_axolotl_file_is_planned(tmp_path):
-    from bloomery.cli.plan import recipes_command
+    from bloomery.cli.recipes import recipes_command
 
     text = """base_model: NousResearch/Meta-Llama-3.1-8B-Instruct
 datasets:

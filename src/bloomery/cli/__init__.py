@@ -26,7 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Train a small model, kill and resume it, evaluate it.",
     ),
     "doctor": ("bloomery.cli.doctor:command", "Check this machine and suggest fixes."),
-    "recipes": ("bloomery.cli.plan:recipes_command", "List, show, copy and import recipes."),
+    "recipes": ("bloomery.cli.recipes:recipes_command", "List, show, copy and import recipes."),
     "tokenizer": (
         "bloomery.cli.prepare:tokenizer_command",
         "Train a tokenizer, or print the tokens of a text.",
