@@ -48,7 +48,7 @@ def test_columns_are_proposed_by_all_first_rows_and_their_names() -> None:
     # Columns that describe rows of a known kind are no prompt and response.
     chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     Path("chats.jsonl").write_text(json.dumps(chat | {"id": "x", "source": "y"}) + "\n")
-    assert facts_of("chats.jsonl").asked == {}
+    assert facts_of("chats.jsonl").questions == {}
 
 
 def test_preference_pairs_train_with_the_columns_that_are_chosen() -> None:

@@ -31,7 +31,7 @@ class Places:
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch; every field is a tensor [B, T], but for `whole_documents`, `whole` and `places`.
+    """One micro-batch; every field is a tensor [B, T], but for `whole_documents`, `full_batch` and `places`.
 
     `labels[b, t]` is the token after `tokens[b, t]`. `loss_mask` is 1 where the model is trained on that label, and 0
     at the end of a document and on padding. `positions` count from the start of the document, or of the sequence where
@@ -41,7 +41,7 @@ class Batch:
     are the chosen and the rejected response of a pair.
 
     Where several ranks share each sequence, T counts the tokens of this rank, and `whole_documents` are the documents
-    of all tokens, which attention needs. `whole` is the batch of all tokens, where a loss needs whole texts.
+    of all tokens, which attention needs. `full_batch` is the batch of all tokens, where a loss needs whole texts.
 
     `extras` hold what the objective reads besides, by name:
 
@@ -66,7 +66,7 @@ class Batch:
     places: Places | None = None
     pictures: Pictures | None = None
     axes: Tensor | None = None
-    whole: "Batch | None" = None
+    full_batch: "Batch | None" = None
 
     def tensors(self) -> list[Tensor]:
         """Every tensor of the batch, extras included."""
@@ -74,8 +74,8 @@ class Batch:
         optional_fields = (self.sequences, self.whole_documents, self.axes)
         of_pictures = [] if self.pictures is None else [*self.pictures.inputs.values()]
         present = [tensor for tensor in optional_fields if tensor is not None]
-        of_whole = [] if self.whole is None else self.whole.tensors()
-        return [*fields, *present, *self.extras.values(), *of_pictures, *of_whole]
+        of_full_batch = [] if self.full_batch is None else self.full_batch.tensors()
+        return [*fields, *present, *self.extras.values(), *of_pictures, *of_full_batch]
 
     @property
     def attended_documents(self) -> Tensor:
@@ -85,7 +85,7 @@ class Batch:
     def part(self, index: int, of: int, *, keeps_whole: bool = False) -> "Batch":
         """The batch of one of `of` ranks that share each sequence. Labels are next to their tokens, also at a cut.
 
-        `keeps_whole`: it has this batch as its `whole`.
+        `keeps_whole`: it has this batch as its `full_batch`.
         """
         if of == 1:
             return self
@@ -93,7 +93,9 @@ class Batch:
         length = self.tokens.shape[1] // of
         tokens = slice(index * length, (index + 1) * length)
         cut = self.map_tensors(lambda tensor: tensor[:, tokens].contiguous())
-        return replace(cut, whole_documents=self.documents, whole=self if keeps_whole else None)
+        return replace(
+            cut, whole_documents=self.documents, full_batch=self if keeps_whole else None
+        )
 
     def with_extras(self, **tensors: Tensor) -> "Batch":
         """The same batch with these extras added or replaced."""
@@ -114,5 +116,5 @@ class Batch:
             ),
             pictures=None if self.pictures is None else self.pictures.map_tensors(change),
             axes=None if self.axes is None else change(self.axes),
-            whole=None if self.whole is None else self.whole.map_tensors(change),
+            full_batch=None if self.full_batch is None else self.full_batch.map_tensors(change),
         )

@@ -139,10 +139,10 @@ class TopScores:
         self._answers = []
         missing = 0
         for document in range(len(split)):
-            found = answers.get(digest_of_ids(split.document(document)))
-            missing += found is None
-            if found is not None:
-                self._answers.append(found)
+            stored_answer = answers.get(digest_of_ids(split.document(document)))
+            missing += stored_answer is None
+            if stored_answer is not None:
+                self._answers.append(stored_answer)
         if missing:
             raise UserError(
                 f"{missing:,} of {len(split):,} rows of the dataset have no scores",
@@ -160,15 +160,15 @@ class TopScores:
         scored = np.flatnonzero(loss_mask > 0)
         documents = np.searchsorted(self._bounds, label_indices[scored], side="right") - 1
         for document in np.unique(documents):
-            places = scored[documents == document]
+            label_positions = scored[documents == document]
             number, answer = self._answers[document]
-            rows = label_indices[places] - self._bounds[document] - answer.first
+            rows = label_indices[label_positions] - self._bounds[document] - answer.first
             assert rows.min() >= 0 and rows.max() < answer.num_tokens, "the labels are the answer's"
             size = answer.num_tokens * top * 4
             content = self._contents[number]
             of_answer = content[answer.start : answer.start + 2 * size]
             ids_of_answer = of_answer[:size].view("<u4").reshape(answer.num_tokens, top)
             logps_of_answer = of_answer[size:].view("<f4").reshape(answer.num_tokens, top)
-            top_ids[places] = ids_of_answer[rows]
-            logps[places] = logps_of_answer[rows]
+            top_ids[label_positions] = ids_of_answer[rows]
+            logps[label_positions] = logps_of_answer[rows]
         return top_ids, logps

@@ -217,14 +217,14 @@ def sample_completions(
 
 def _find_slots(past: Past, prompts: Sequence[list[int]]) -> int:
     """Moves to the first slots what the first prompts go on from; returns of how many, up to the first without any."""
-    for place, prompt in enumerate(prompts):
-        for slot in range(place, past.slots):
+    for number, prompt in enumerate(prompts):
+        for slot in range(number, past.slots):
             ids = past.ids[slot]
             if 0 < len(ids) < len(prompt) and prompt[: len(ids)] == ids:
-                past.swap(place, slot)
+                past.swap(number, slot)
                 break
         else:
-            return place
+            return number
     return len(prompts)
 
 

@@ -80,9 +80,10 @@ def uncounted_interval(plan: RunPlan) -> Duration | None:
     """
     if plan.lengths is None or plan.train.steps is not None:
         return None
-    asked = plan.lengths.checkpoint
+    interval = plan.lengths.checkpoint
     is_counted = plan.dataset is not None and plan.dataset.sequences_per_epoch is not None
-    return asked if asked.unit == "percent" or (asked.unit == "epochs" and not is_counted) else None
+    is_uncounted = interval.unit == "percent" or (interval.unit == "epochs" and not is_counted)
+    return interval if is_uncounted else None
 
 
 def interval_text(checkpoint: CheckpointPlan, uncounted: Duration | None = None) -> str:

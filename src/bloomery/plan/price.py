@@ -49,8 +49,8 @@ def kept_price() -> Price | None:
     if text := os.environ.get(VARIABLE, "").strip():
         return read_price(text, VARIABLE)
     with suppress(OSError, ValueError, UserError, KeyError, TypeError, AttributeError):
-        kept = json.loads(_file().read_text(encoding="utf-8"))
-        return read_price(kept["per_hour"], str(_file()))
+        stored_price = json.loads(_file().read_text(encoding="utf-8"))
+        return read_price(stored_price["per_hour"], str(_file()))
     return None
 
 

@@ -242,7 +242,7 @@ class Server:
         )
         try:
             return await self._reply(request, params, shape, conversation)
-        except BaseException:
+        except BaseException:  # also where the client has gone, which cancels the request
             if conversation.episode is not None:
                 conversation.episode.release()
             raise
@@ -332,7 +332,7 @@ class Server:
                 num_pictures,
                 num_bytes,
             )
-        except BaseException:
+        except BaseException:  # also where the client has gone, which cancels the request
             if episode is not None:
                 episode.release()
             raise

@@ -110,12 +110,12 @@ class BareRules:
         return json.dumps(json.dumps(value))
 
     def _referred(self, reference: str) -> object:
-        found: object = self._schema if reference.startswith("#/") else None
+        schema: object = self._schema if reference.startswith("#/") else None
         for name in reference.split("/")[1:]:
-            found = found.get(name) if isinstance(found, Mapping) else None
-        if found is None:
+            schema = schema.get(name) if isinstance(schema, Mapping) else None
+        if schema is None:
             raise unsupported_schema(f"{reference} leads nowhere")
-        return found
+        return schema
 
     def _any(self) -> str:
         rule = f"{self._rule}_any"

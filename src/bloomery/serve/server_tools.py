@@ -80,7 +80,7 @@ class ServerTools:
                 error.problem if isinstance(error, UserError) else "the server is shutting down"
             )
             raise Refused(500, problem, code="tools_failed") from error
-        except BaseException:  # the client has gone
+        except BaseException:  # the client has gone, and the request was cancelled
             served.release()
             raise
         served.messages = opening_messages(messages, text)
@@ -131,16 +131,16 @@ class ServedEpisode:
         """What the call returns, in a thread. A request that has gone lets it end first."""
         self._is_running = True
 
-        def whole() -> Result:
+        def watched_call() -> Result:
             try:
                 return call()
-            except BaseException:
+            except BaseException:  # whatever ended it, it may have left something behind
                 self._is_whole = False
                 raise
             finally:
                 self._is_running = False
 
-        future = asyncio.ensure_future(self._tools.run(whole))
+        future = asyncio.ensure_future(self._tools.run(watched_call))
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:

@@ -223,8 +223,8 @@ class StepSlider:
 
     def _tell(self) -> None:
         if self._steps:
-            place = int(self._slider.value) + 1
-            self._words.text = f"step {self.step:,}, {place} of {len(self._steps)}"
+            number = int(self._slider.value) + 1
+            self._words.text = f"step {self.step:,}, {number} of {len(self._steps)}"
 
     def _change(self) -> Any:
         self._tell()

@@ -93,8 +93,8 @@ _LACKS = {
 @dataclass(frozen=True)
 class DataFacts:
     """What a dataset holds. `about`: "400 conversations, JSONL". `lacks`: why it is not for a purpose, by its name; it
-    is for those that are missing. `columns`: of its first rows, and `texts` those of text. `asked`: the purposes for
-    which columns must be chosen, as none of them has a usual name for it, each with its roles and their likeliest
+    is for those that are missing. `columns`: of its first rows, and `texts` those of text. `questions`: the purposes
+    for which columns must be chosen, as none of them has a usual name for it, each with its roles and their likeliest
     columns; `likeliest` is the first to ask for. `rows`: the first ones, where columns must be chosen. `problem`,
     `fix`: why no rows can be read as they are.
     """
@@ -106,7 +106,7 @@ class DataFacts:
     lacks: Mapping[str, str] = field(default_factory=dict)
     columns: tuple[str, ...] = ()
     texts: tuple[str, ...] = ()
-    asked: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    questions: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     likeliest: str = ""
     rows: tuple[Mapping[str, object], ...] = ()
     problem: str = ""
@@ -114,7 +114,7 @@ class DataFacts:
 
     def roles_of(self, purpose: str) -> Mapping[str, str]:
         """The roles whose columns must be chosen for it, each with the likeliest one; none where the names say it."""
-        return self.asked.get(purpose or self.proposed or self.likeliest, {})
+        return self.questions.get(purpose or self.proposed or self.likeliest, {})
 
 
 def place_of(data: str) -> str:
@@ -150,7 +150,7 @@ def facts_of(data: str) -> DataFacts:
             facts = replace(facts, lacks=_LACKS, problem=problem, fix=fix)
         facts = _with_questions(facts, cells, rows)
         # Of rows that no name explains, their number is counted by any of their texts.
-        any_text = {"text": texts[-1]} if facts.asked else {}
+        any_text = {"text": texts[-1]} if facts.questions else {}
         return replace(facts, about=_about(source.model_copy(update={"columns": any_text}), None))
     format = None if found is None else found[0]
     lacks = {
@@ -175,7 +175,7 @@ def _with_questions(
     if len(texts) < 2:
         return facts
     prompt, response = likely_sides(texts, cells)
-    asked: dict[str, Mapping[str, str]] = {
+    questions: dict[str, Mapping[str, str]] = {
         "instructions": {"instruction": prompt, "output": response},
         "text": {"text": response},
         "rewards": {"prompt": prompt},
@@ -183,8 +183,8 @@ def _with_questions(
     pair = likely_pair(texts, cells)
     if len(texts) > 2:
         roles = ("prompt", "chosen", "rejected")
-        asked["preferences"] = dict(zip(roles, pair or texts, strict=False))
-    asked = {name: columns for name, columns in asked.items() if name in facts.lacks}
+        questions["preferences"] = dict(zip(roles, pair or texts, strict=False))
+    questions = {name: columns for name, columns in questions.items() if name in facts.lacks}
 
     # Rows of prompts alone are for rewards, but seldom where another column has a text, too.
     likeliest = ""
@@ -194,10 +194,10 @@ def _with_questions(
         facts,
         proposed="" if likeliest else facts.proposed,
         objective="" if likeliest else facts.objective,
-        asked=asked,
+        questions=questions,
         likeliest=likeliest,
-        lacks={name: lack for name, lack in facts.lacks.items() if name not in asked},
-        rows=tuple(rows[:SHOWN_ROWS]) if asked else (),
+        lacks={name: lack for name, lack in facts.lacks.items() if name not in questions},
+        rows=tuple(rows[:SHOWN_ROWS]) if questions else (),
     )
 
 

@@ -46,7 +46,7 @@ def places_of(names: Sequence[str]) -> tuple[Path, list[Path | None]]:
     if len(names) == 1 and "/" not in names[0]:
         path = free_path(names[0])
         return path, [path]
-    known = {*DATA, *TABLES, *TEXT, *CODE}
+    data_suffixes = {*DATA, *TABLES, *TEXT, *CODE}
     parts = [
         [plain for part in name.replace("\\", "/").split("/") if (plain := _plain(part))]
         for name in names
@@ -54,7 +54,7 @@ def places_of(names: Sequence[str]) -> tuple[Path, list[Path | None]]:
     is_data = [
         bool(inner)
         and not name.rpartition("/")[2].startswith(".")
-        and suffix_of(Path(inner[-1])) in known
+        and suffix_of(Path(inner[-1])) in data_suffixes
         for name, inner in zip(names, parts, strict=True)
     ]
     if not any(is_data):

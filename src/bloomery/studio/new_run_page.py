@@ -290,7 +290,7 @@ class NewRun:
 
     async def _answer_purpose(self, name: str) -> None:
         facts = self.answered.facts
-        is_asked = facts is not None and bool(facts.asked)
+        is_asked = facts is not None and bool(facts.questions)
         columns = {} if is_asked else self.answers.columns
         await self._answer(replace(self.answers, purpose=name, columns=columns), changed="purpose")
 

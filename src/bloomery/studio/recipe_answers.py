@@ -87,7 +87,7 @@ def answered(
             elif is_made or changed == "data":
                 mistakes["data"] = sentence_of(error)
     missing = _missing(answers, facts) if is_made else ""
-    is_unread = facts is not None and facts.problem and not facts.asked and not answers.columns
+    is_unread = facts is not None and facts.problem and not facts.questions and not answers.columns
     if facts is not None and is_unread and (is_made or changed == "data"):
         mistakes["data"] = f"{facts.problem}: {facts.fix}"
     result = Answered(

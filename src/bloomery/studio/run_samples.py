@@ -46,9 +46,9 @@ class SampleList:
         if samples == self._samples:
             return
         self._samples = samples
-        for place in {sample.image for sample in samples} - self._images.keys():
+        for image in {sample.image for sample in samples} - self._images.keys():
             folder = self._opened.reader.folder
-            self._images[place] = await asyncio.to_thread(shown_thumbnail, folder, place)
+            self._images[image] = await asyncio.to_thread(shown_thumbnail, folder, image)
         self._box.visible = True
         self._slider.show(sorted({sample.step for sample in samples}))
         self._draw()

@@ -76,8 +76,8 @@ def stored_models() -> list[ListedModel]:
         if (base := _base_of(run)) is not None:
             bases[base] = None
     exports = list(_export_folders())
-    known = {folder.resolve() for folder in exports}
-    elsewhere = [base for base in bases if base not in known]
+    export_folders = {folder.resolve() for folder in exports}
+    elsewhere = [base for base in bases if base not in export_folders]
     for folder in [*exports, *elsewhere]:
         with suppress(OSError):
             size, changed = _size_of(folder)
@@ -137,10 +137,10 @@ def _base_of(run: Path) -> Path | None:
 
 
 def _export_folders() -> Iterator[Path]:
-    places = [*_EXPORT_FOLDERS, *every_run()]
-    for place in places:
+    parent_folders = [*_EXPORT_FOLDERS, *every_run()]
+    for parent_folder in parent_folders:
         with suppress(OSError):
-            for folder in sorted(place.iterdir()) if place.is_dir() else ():
+            for folder in sorted(parent_folder.iterdir()) if parent_folder.is_dir() else ():
                 has_model = any(
                     (folder / name).is_file() for name in ("config.json", "adapter_config.json")
                 )

@@ -156,5 +156,5 @@ def _thinned(samples: list[Sampled]) -> list[Sampled]:
     """Those of the first and of every second step from the newest back; the newest where one step has most of them."""
     steps = sorted({sample.step for sample in samples})
     kept_steps = {steps[0], *steps[::-2]}
-    kept = [sample for sample in samples if sample.step in kept_steps]
-    return kept if len(kept) <= MOST_SAMPLES else kept[-MOST_SAMPLES:]
+    kept_samples = [sample for sample in samples if sample.step in kept_steps]
+    return kept_samples if len(kept_samples) <= MOST_SAMPLES else kept_samples[-MOST_SAMPLES:]

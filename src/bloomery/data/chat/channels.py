@@ -103,12 +103,11 @@ class ChannelParser:
             self._is_header = False
             self._is_first = False
             return self._begin(header)
-        places = [(self._text.find(mark), mark) for mark in self._marks]
-        found = [(place, mark) for place, mark in places if place >= 0]
-        if found:
-            place, mark = min(found)
-            body = self._text[:place]
-            self._text = self._text[place + len(mark) :]
+        marks = [(self._text.find(mark), mark) for mark in self._marks if mark in self._text]
+        if marks:
+            end, mark = min(marks)
+            body = self._text[:end]
+            self._text = self._text[end + len(mark) :]
             self._is_header = True
             return self._part(body) if body else Delta()
         num_held = max(held(self._text, mark) for mark in self._marks)

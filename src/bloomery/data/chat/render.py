@@ -400,12 +400,12 @@ class Renderer:
         """The first turns, all turns with the header of an answer, and where the first ones end in theirs."""
         rendered = partial(self._answered, tools=tools, variables=variables)
         before: str = rendered(turns[:num_before], prompt=False)["text"]
-        whole: str = rendered(turns, prompt=True)["text"]
-        if whole.startswith(before) and whole[len(before) :].lstrip().startswith(end):
+        all_text: str = rendered(turns, prompt=True)["text"]
+        if all_text.startswith(before) and all_text[len(before) :].lstrip().startswith(end):
             # The header of the results ends the answer, as with GLM.
-            space = len(whole[len(before) :]) - len(whole[len(before) :].lstrip())
-            before = whole[: len(before) + space + len(end)]
-        return before, whole, before.rfind(end) + len(end)
+            space = len(all_text[len(before) :]) - len(all_text[len(before) :].lstrip())
+            before = all_text[: len(before) + space + len(end)]
+        return before, all_text, before.rfind(end) + len(end)
 
     def rendered(self, messages: Iterable[Message], tools: tuple[Json, ...] = ()) -> str:
         """The text of a conversation. Raises UserError."""

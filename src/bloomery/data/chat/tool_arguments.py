@@ -320,14 +320,14 @@ class BareArguments:
                 self._place = end + len(self._quote)
                 self._is_quoted = False
                 continue
-            rest = self._text[self._place : self._place + len(self._quote)]
-            if rest == self._quote:
+            next_letters = self._text[self._place : self._place + len(self._quote)]
+            if next_letters == self._quote:
                 self._is_quoted = True
                 self._place += len(self._quote)
                 continue
-            if self._quote.startswith(rest):  # it may be a mark when more is written
+            if self._quote.startswith(next_letters):  # it may be a mark when more is written
                 return "", "", False
-            letter = rest[0]
+            letter = next_letters[0]
             if letter == "}" and not self._depth:
                 arguments = self.ends_with("", self._text[: self._place])
                 return arguments + "}", self._text[self._place + 1 :], True

@@ -358,15 +358,15 @@ def call_ends(render: RenderTurns, form: ToolFormat, tokenizer: Tokenizer) -> tu
         except UserError:
             continue
         call = form.written(MARKER, _ARGUMENTS, whole=False, id_=id_.rpartition(":")[2])
-        _, is_written, rest = text.rpartition(call)
+        _, is_written, ending = text.rpartition(call)
         if not is_written:
             continue
         if form.channels is None:
             # In a list an id may stand behind the arguments.
             closing = (form.end + form.closing).strip()
-            closing = closing if closing in rest else form.closing.strip()
-            rest = rest.partition(closing)[2] if closing else rest
-        first = tokenizer.encode_rendered(rest.lstrip())[:1]
+            closing = closing if closing in ending else form.closing.strip()
+            ending = ending.partition(closing)[2] if closing else ending
+        first = tokenizer.encode_rendered(ending.lstrip())[:1]
         control = {tokenizer.id_of(name) for name in tokenizer.control_tokens()}
         return tuple(token for token in first if token in control)
     return ()

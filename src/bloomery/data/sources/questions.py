@@ -50,9 +50,9 @@ def likely_sides(names: Sequence[str], row: Mapping[str, Any]) -> tuple[str, str
     # A response that is named as the worse one of two is none to learn.
     candidates = [name for name in candidates if not _WORSE.search(name.lower())] or candidates
     longest = sorted(candidates, key=lambda name: -len(str(row.get(name, ""))))
-    asked = [name for name in candidates if name.lower() in COLUMN_NAMES["instruction"]]
-    if asked and len(candidates) > 1:
-        return asked[0], next(name for name in longest if name != asked[0])
+    instructions = [name for name in candidates if name.lower() in COLUMN_NAMES["instruction"]]
+    if instructions and len(candidates) > 1:
+        return instructions[0], next(name for name in longest if name != instructions[0])
     first, second = (name for name in names if name in (longest[:2] if longest[1:] else names[:2]))
     if _RESPONSES.search(first.lower()) and not _RESPONSES.search(second.lower()):
         return second, first
@@ -70,13 +70,14 @@ def likely_pair(names: Sequence[str], row: Mapping[str, Any]) -> tuple[str, str,
     where no name says which response is worse.
     """
     worse = next((name for name in names if _WORSE.search(name.lower())), None)
-    rest = [name for name in names if name != worse]
-    better = next((name for name in rest if _BETTER.search(name.lower())), None)
-    if worse is None or better is None or len(rest) < 2:
+    other_names = [name for name in names if name != worse]
+    better = next((name for name in other_names if _BETTER.search(name.lower())), None)
+    if worse is None or better is None or len(other_names) < 2:
         return None
-    prompts = [name for name in rest if name != better and not describes_row(name)] or rest
-    usual = [name for name in prompts if name.lower() in COLUMN_NAMES["instruction"]]
-    prompt = usual[0] if usual else max(prompts, key=lambda name: len(str(row.get(name, ""))))
+    other_texts = [name for name in other_names if name != better and not describes_row(name)]
+    prompts = other_texts or other_names
+    instructions = [name for name in prompts if name.lower() in COLUMN_NAMES["instruction"]]
+    prompt = max(instructions[:1] or prompts, key=lambda name: len(str(row.get(name, ""))))
     return None if prompt == better else (prompt, better, worse)
 
 

@@ -41,8 +41,12 @@ def longest_cells(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
     cells = dict[str, Any]()
     for row in rows:
         for name, cell in row.items():
-            known = cells.setdefault(str(name), cell)
-            is_longer = isinstance(known, str) and isinstance(cell, str) and len(cell) > len(known)
-            if is_longer or is_empty(known):
+            longest_cell = cells.setdefault(str(name), cell)
+            is_longer = (
+                isinstance(longest_cell, str)
+                and isinstance(cell, str)
+                and len(cell) > len(longest_cell)
+            )
+            if is_longer or is_empty(longest_cell):
                 cells[str(name)] = cell
     return cells

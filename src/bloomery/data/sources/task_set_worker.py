@@ -73,9 +73,9 @@ def task_set_of(module: Any) -> Any:
             "write a Taskset, or give its dataset as rows and its rubric as rewards",
         )
     if len(names) != 1:
-        found = ", ".join(names) or "none"
+        listed_names = ", ".join(names) or "none"
         raise Unreadable(
-            f"a file has one task set, and this one has: {found}", "name one in __all__"
+            f"a file has one task set, and this one has: {listed_names}", "name one in __all__"
         )
     return made(classes[names[0]])
 
@@ -151,9 +151,11 @@ def row_of(task: Any) -> Json:
         messages.append(_message("user", data.prompt))
     else:
         messages += [_message(message.role, message.content) for message in data.prompt]
-    whole = data.model_dump(mode="json", exclude_none=True)
-    own = {name: value for name, value in whole.items() if name not in TaskData.model_fields}
-    return {**own, "prompt": messages, "task": whole}
+    all_fields = data.model_dump(mode="json", exclude_none=True)
+    added_fields = {
+        name: value for name, value in all_fields.items() if name not in TaskData.model_fields
+    }
+    return {**added_fields, "prompt": messages, "task": all_fields}
 
 
 def _message(role: str, content: Any) -> Json:

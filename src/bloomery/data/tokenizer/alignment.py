@@ -27,16 +27,16 @@ def aligned_spans(ends: Sequence[int], other_ends: Sequence[int]) -> list[Span]:
     """
     spans = []
     start = other_start = 0
-    place = other_place = 0
-    while place < len(ends) and other_place < len(other_ends):
-        if ends[place] == other_ends[other_place]:
-            spans.append(Span(start, place + 1, other_start, other_place + 1))
-            start, other_start = place + 1, other_place + 1
-            place, other_place = start, other_start
-        elif ends[place] < other_ends[other_place]:
-            place += 1
+    token = other_token = 0
+    while token < len(ends) and other_token < len(other_ends):
+        if ends[token] == other_ends[other_token]:
+            spans.append(Span(start, token + 1, other_start, other_token + 1))
+            start, other_start = token + 1, other_token + 1
+            token, other_token = start, other_start
+        elif ends[token] < other_ends[other_token]:
+            token += 1
         else:
-            other_place += 1
+            other_token += 1
     return spans
 
 

@@ -275,19 +275,19 @@ def build_objective(
 
 
 def of_whole_texts(objective: Objective, mesh: Mesh) -> Objective:
-    """The objective where ranks share sequences, whose texts have one loss: micro-batches have their `whole`.
+    """The objective where ranks share sequences, whose texts have one loss: micro-batches have their `full_batch`.
 
     Each rank of a group computes the loss of all tokens, and counts its share of it.
     """
 
     def loss(output: Tensor, batch: Batch) -> LossParts:
-        whole = whole_of(batch)
+        full_batch = full_batch_of(batch)
         scored_later = {
             name: mesh.all_gather_tokens(tensor) if tensor.ndim else tensor
             for name, tensor in batch.extras.items()
-            if name not in whole.extras
+            if name not in full_batch.extras
         }
-        parts = objective.loss(all_tokens(output, mesh), whole.with_extras(**scored_later))
+        parts = objective.loss(all_tokens(output, mesh), full_batch.with_extras(**scored_later))
         return LossParts(
             parts.total / mesh.context,
             parts.count / mesh.context,
@@ -301,9 +301,9 @@ def of_whole_texts(objective: Objective, mesh: Mesh) -> Objective:
     return replace(objective, loss=loss)
 
 
-def whole_of(batch: Batch) -> Batch:
-    assert batch.whole is not None, "a source keeps it where texts have one loss"
-    return batch.whole
+def full_batch_of(batch: Batch) -> Batch:
+    assert batch.full_batch is not None, "a source keeps it where texts have one loss"
+    return batch.full_batch
 
 
 # Likelihood
@@ -505,7 +505,7 @@ def policy(inputs: ObjectiveInputs) -> Objective:
 
     def count(batch: Batch) -> float:
         """A completion may be on several ranks, which share sequences: each counts its share of all."""
-        return loss_of.count(batch if mesh.context == 1 else whole_of(batch)) / mesh.context
+        return loss_of.count(batch if mesh.context == 1 else full_batch_of(batch)) / mesh.context
 
     head: Callable[[Batch], Head] = policy_scoring(settings, inputs.scoring)
     before_teacher: Before | None = None

@@ -69,9 +69,9 @@ def span_sums(values_BT: Tensor, spans_BT: Tensor) -> Tensor:
     """[B, T]: at each number of a span the sum over its tokens. `spans_BT`: the number, within its row; -1 for none."""
     rows, length = spans_BT.shape
     first_of_row = torch.arange(rows, device=spans_BT.device)[:, None] * length
-    places = (first_of_row + spans_BT.clamp(min=0)).flatten()
+    span_indices = (first_of_row + spans_BT.clamp(min=0)).flatten()
     of_spans = torch.where(spans_BT >= 0, values_BT, 0.0).flatten()
-    return torch.zeros_like(of_spans).index_add(0, places, of_spans).view(rows, length)
+    return torch.zeros_like(of_spans).index_add(0, span_indices, of_spans).view(rows, length)
 
 
 def at_tokens(sums_BT: Tensor, spans_BT: Tensor) -> Tensor:

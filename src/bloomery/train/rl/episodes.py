@@ -347,25 +347,25 @@ class EpisodeSampler:
             ]
             for episode in calling
         }
-        asked = {number: calls for number, calls in missing.items() if calls}
+        new_calls = {number: calls for number, calls in missing.items() if calls}
         answers = (
-            {number: iter(of_episode) for number, of_episode in self._tools.call(asked).items()}
-            if asked
+            {number: iter(of_episode) for number, of_episode in self._tools.call(new_calls).items()}
+            if new_calls
             else {}
         )
         new = list[tuple[int, int, int, ToolCall, ToolResult]]()
         going_on = list[RunningEpisode]()
         for episode in calling:
-            whole = list[ToolResult]()
+            tool_results = list[ToolResult]()
             for place, (call, known) in enumerate(
                 zip(episode.calls, results[episode.number], strict=True)
             ):
                 result = next(answers[episode.number]) if known is None else known
                 if known is None:
                     new.append((episode.key, episode.turns, place, call, result))
-                whole.append(result)
+                tool_results.append(result)
             room = self._room(episode, max_new_tokens)
-            if episode.take_results(self._turns, whole, room=room):
+            if episode.take_results(self._turns, tool_results, room=room):
                 going_on.append(episode)
         recorded.add(new)
         return going_on

@@ -70,11 +70,11 @@ class LiveEpisode:
                 where=self._place,
                 fix="bloomery eval MODEL --environment FILE:CLASS --data FILE scores a model on it",
             )
-        place = (id(tokenizer), template)
-        if place not in self._turns:
+        template_key = (id(tokenizer), template)
+        if template_key not in self._turns:
             renderer = Renderer(tokenizer, template=template, train_on="assistant")
             turns = Turns(renderer, tokenizer, self.schemas)
-            self._turns[place] = renderer, turns
+            self._turns[template_key] = renderer, turns
             if not turns.call_ends:
                 raise UserError(
                     "the chat template ends an answer that calls a tool with no token",
@@ -83,7 +83,7 @@ class LiveEpisode:
                 )
             for token in turns.call_ends:
                 turns.check(token)
-        _, turns = self._turns[place]
+        _, turns = self._turns[template_key]
         self._of_template = turns
         return turns.call_ends
 

@@ -329,26 +329,30 @@ class Episodes:
         if "close" in request:
             self._close(request["close"])
             return []
-        asked: dict[int, list[Json]]
+        messages: dict[int, list[Json]]
         if "reset" in request:
             self._close([number for number, _, _ in request["reset"]])
             for number, _, _ in request["reset"]:
                 self._running[number] = self._begun()
-            asked = {number: [{"seed": seed, "row": row}] for number, seed, row in request["reset"]}
-            return [answers[0] for answers in self._asked(asked).values()]
+            messages = {
+                number: [{"seed": seed, "row": row}] for number, seed, row in request["reset"]
+            }
+            return [answers[0] for answers in self._asked(messages).values()]
         if "rewards" in request:
-            asked = {
+            messages = {
                 number: [{"reward": conversation}] for number, conversation in request["rewards"]
             }
-            return [answers[0] for answers in self._asked(asked).values()]
-        asked = {number: [{"call": call} for call in calls] for number, calls in request["calls"]}
+            return [answers[0] for answers in self._asked(messages).values()]
+        messages = {
+            number: [{"call": call} for call in calls] for number, calls in request["calls"]
+        }
         # A late or broken answer is told to the model like an error of the tool.
         return [
             [
                 [failure(answer["error"]), True] if isinstance(answer, dict) else answer
                 for answer in answers
             ]
-            for answers in self._asked(asked).values()
+            for answers in self._asked(messages).values()
         ]
 
     def _asked(self, messages: Mapping[int, Sequence[Json]]) -> dict[int, list[Any]]:
