@@ -16,7 +16,7 @@ from torch.autograd import gradcheck
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
-from bloomery.model import heads
+from bloomery.model import divergence, heads
 from bloomery.model.heads import (
     LabelScores,
     LastLogits,
@@ -346,7 +346,7 @@ def record_shapes(shapes: set[tuple[int, ...]]) -> Callable[..., int]:
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_a_comparison_a_few_rows_at_a_time_has_the_gradients_of_all(monkeypatch, kind, temperature):
     """Oracle: the same formulas over all logits at once, through PyTorch's autograd."""
-    monkeypatch.setattr(heads, "CPU_BLOCK", 2 * 11)
+    monkeypatch.setattr(divergence, "CPU_BLOCK", 2 * 11)
     random = torch.Generator().manual_seed(0)
 
     def numbers(*shape: int) -> Tensor:
@@ -355,8 +355,8 @@ def test_a_comparison_a_few_rows_at_a_time_has_the_gradients_of_all(monkeypatch,
     output, teacher_output = nn.Linear(4, 11).double(), nn.Linear(5, 11).double()
     teacher_hidden_NS, upstream = numbers(8, 5), numbers(4, 8)
     labels_BT = torch.randint(0, 11, (1, 8), generator=random)
-    measure = heads.DivergenceMeasure(kind, temperature)
-    teacher = heads.Teacher(lambda positions: teacher_hidden_NS[positions], teacher_output)
+    measure = divergence.DivergenceMeasure(kind, temperature)
+    teacher = divergence.Teacher(lambda positions: teacher_hidden_NS[positions], teacher_output)
 
     def gradients(head: Callable[[Tensor], Tensor]) -> list[Tensor]:
         hidden_BTD = torch.full((1, 8, 4), 0.3, dtype=torch.float64, requires_grad=True)
@@ -366,11 +366,11 @@ def test_a_comparison_a_few_rows_at_a_time_has_the_gradients_of_all(monkeypatch,
         return [results, *torch.autograd.grad(results, inputs, upstream)]
 
     def in_pieces(hidden_BTD: Tensor) -> Tensor:
-        divergence = heads.Divergence(labels_BT, torch.ones(1, 8), 3, measure, teacher)
-        return divergence(hidden_BTD, output, None)[:, 0]
+        head = divergence.Divergence(labels_BT, torch.ones(1, 8), 3, measure, teacher)
+        return head(hidden_BTD, output, None)[:, 0]
 
     def at_once(hidden_BTD: Tensor) -> Tensor:
-        return heads._scores_and_divergence(
+        return divergence._scores_and_divergence(
             output(hidden_BTD[0]),
             teacher_output(teacher_hidden_NS),
             labels_BT[0],

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from bloomery.core.errors import UserError
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
-from bloomery.model.heads import Divergence, DivergenceMeasure, Teacher
+from bloomery.model.divergence import Divergence, DivergenceMeasure, Teacher
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import EvalDone, StepDone
 from bloomery.recipe.objectives import Distill

@@ -17,7 +17,8 @@ from test_step import batch
 from torch.testing import assert_close
 
 from bloomery.core.errors import UserError
-from bloomery.model.heads import DivergenceMeasure, ScoreSettings
+from bloomery.model.divergence import DivergenceMeasure
+from bloomery.model.heads import ScoreSettings
 from bloomery.model.io.weights import fresh_decoder
 from bloomery.recipe.objectives import OnPolicyDistill
 from bloomery.train.objectives.build import Objective, Scoring, on_policy_head

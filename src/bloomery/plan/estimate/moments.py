@@ -18,7 +18,7 @@ from bloomery.plan.estimate.activations import (
 from bloomery.plan.estimate.states import TrainedLayer, stays_float32
 from bloomery.plan.estimate.step import StepShape
 
-# Bytes per logit of each model, with the logits themselves on a GPU: model.heads.Divergence, uncompiled.
+# Bytes per logit of each model, with the logits themselves on a GPU: model.divergence.Divergence, uncompiled.
 FORWARD_DIVERGENCE = 20
 BACKWARD_DIVERGENCE = 28
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from bloomery.data.batch import Batch
-from bloomery.model.heads import Divergence, LabelScores, ScoresAndValues
+from bloomery.model.divergence import Divergence
+from bloomery.model.heads import LabelScores, ScoresAndValues
 from bloomery.model.io.parameters import local
 from bloomery.monitor.events import StepHealth
 from bloomery.train.objectives.build import Objective

@@ -22,9 +22,9 @@ from bloomery.infer.forward import (
 )
 from bloomery.model.adapters.lora import adapters_disabled
 from bloomery.model.decoder import Decoder
+from bloomery.model.divergence import DivergenceMeasure
 from bloomery.model.heads import (
     SCORE_OPERATORS,
-    DivergenceMeasure,
     Head,
     LabelScores,
     ScoreOperators,

@@ -34,7 +34,8 @@ from bloomery.infer.forward import (
 from bloomery.model.adapters.lora import adapters_disabled
 from bloomery.model.configs import read_config
 from bloomery.model.decoder import Decoder
-from bloomery.model.heads import Divergence, DivergenceMeasure, HiddenRows, Teacher
+from bloomery.model.divergence import Divergence, DivergenceMeasure, Teacher
+from bloomery.model.heads import HiddenRows
 from bloomery.model.io.weights import load_decoder, quantize_model
 from bloomery.model.transformers_backend import TransformersBackbone
 from bloomery.model.vision import load_tower

@@ -25,7 +25,8 @@ from bloomery.data.tokenizer.templates import own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.infer.completions import Completion
 from bloomery.infer.sampling import Sampling, known_ids
-from bloomery.model.heads import AGREEMENT, DIVERGENCE, ScoreSettings
+from bloomery.model.divergence import AGREEMENT, DIVERGENCE
+from bloomery.model.heads import ScoreSettings
 from bloomery.monitor.events import Emit, Phase, Warned
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.types import RunPlan
