@@ -6,6 +6,22 @@ from collections.abc import Callable
 from paced import Ended, Pace
 from transformers import Trainer, TrainerCallback
 
+SEED = 0
+# What every trainer is given. The learning rate is constant, so that a few steps lower the loss; the pace ends the run.
+SETTINGS = {
+    "lr_scheduler_type": "constant",
+    "weight_decay": 0.0,
+    "max_grad_norm": 1.0,
+    "max_steps": 100_000,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+    "seed": SEED,
+}
+
 
 class Paced(TrainerCallback):
     """`learned`: how many labels the step before learned from, for who counts them; `generation_seconds`: of it."""

@@ -17,7 +17,7 @@ from typing import Any
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # of environments; read when they are used
 
 from datasets import Dataset
-from paced_trainer import Paced, train
+from paced_trainer import SETTINGS, Paced, train
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer
@@ -58,25 +58,15 @@ class Watch:
 
 def settings_of(place: str, asked: dict[str, Any], form: str, micro_batch: int) -> dict[str, Any]:
     return {
+        **SETTINGS,
         "output_dir": place,
         "per_device_train_batch_size": micro_batch,
         "gradient_accumulation_steps": asked["batch_size"] // micro_batch,
         "max_completion_length": asked["new_tokens"],
         "learning_rate": asked["learning_rate"],
-        "lr_scheduler_type": "constant",
-        "weight_decay": 0.0,
-        "max_grad_norm": 1.0,
-        "max_steps": 100_000,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "use_cpu": True,
         "bf16": form.startswith("bf16"),
         "gradient_checkpointing": False,
         "optim": "adamw_torch_fused",
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-        "seed": 0,
     }
 
 

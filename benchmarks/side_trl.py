@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from paced_trainer import Paced, train
+from paced_trainer import SETTINGS, Paced, train
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-SEED = 0
 RATES = {"sft": 1e-3, "dpo": 1e-4}
 Collator = Callable[[list[Any]], Mapping[str, Any]]
 
@@ -58,7 +57,7 @@ def rows_of(file: Path) -> Dataset:
 def settings(
     place: str, kind: str, *, way: str, length: int, micro_batch: int, sequences: int
 ) -> dict[str, Any]:
-    """What both trainers are given. The learning rate is constant, so that a few steps lower the loss."""
+    """What both trainers are given."""
     best = way.startswith("best")
     tuned = {
         "bf16": way in ("best", "best-weights"),
@@ -66,21 +65,11 @@ def settings(
         "optim": "adamw_torch_fused",
     }
     return {
+        **SETTINGS,
         "output_dir": place,
         "per_device_train_batch_size": micro_batch,
         "gradient_accumulation_steps": max(1, sequences // micro_batch),
         "learning_rate": RATES[kind],
-        "lr_scheduler_type": "constant",
-        "weight_decay": 0.0,
-        "max_grad_norm": 1.0,
-        "max_steps": 100_000,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-        "seed": SEED,
         "max_length": length,
         **(tuned if best else {}),
     }

@@ -22,6 +22,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from tool_games import MESSAGES
+
 ROOT = Path(__file__).parent.parent
 OUT = ROOT / "benchmarks" / "results" / "tool_calls.txt"
 NUM_TAUGHT = 48  # conversations that show the form
@@ -30,7 +32,7 @@ NUM_HELD_OUT = 64
 SAMPLES = 5
 
 # Of each tool a line, so that prompts are short.
-TEMPLATE = """\
+TOOL_LINES = """\
 <|im_start|>system
 {%- if tools %}
 Answer with a call of one of these tools:
@@ -42,14 +44,8 @@ Write it as
 {"name": NAME, "arguments": {NAME: VALUE}}
 </tool_call>
 {%- endif %}<|im_end|>
-{% for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}
-{%- for call in message.tool_calls or [] %}<tool_call>
-{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>{% endfor %}<|im_end|>
-{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+"""
+TEMPLATE = TOOL_LINES + MESSAGES
 
 TOOLS = '''\
 import json

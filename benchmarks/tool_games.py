@@ -26,11 +26,9 @@ LAST = 5
 GUESSES = 3
 NUM_SECRETS = 2**GUESSES - 1  # which bisection finds with as many guesses
 
-# Of the tools it names each, so that a tiny model reads few tokens.
-TEMPLATE = """\
-{%- for tool in tools or [] %}{{ tool.function.name }}
-{% endfor %}
-{%- for message in messages %}<|im_start|>{{ message.role }}
+# The messages of a conversation, as a chat template writes them behind what it says of tools.
+MESSAGES = """\
+{% for message in messages %}<|im_start|>{{ message.role }}
 {{ message.content }}
 {%- for call in message.tool_calls or [] %}<tool_call>
 {"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}
@@ -38,6 +36,11 @@ TEMPLATE = """\
 {% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
+# Of the tools it names each, so that a tiny model reads few tokens.
+TOOL_NAMES = """\
+{%- for tool in tools or [] %}{{ tool.function.name }}
+{% endfor %}"""
+TEMPLATE = TOOL_NAMES + MESSAGES
 
 GAMES = '''\
 import random

@@ -1,6 +1,8 @@
 """`bloomery chat --tools`: calls between the answers to a message, as in training; hostile tools too."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -87,18 +89,18 @@ class Chat:
 
     def talk(self, *messages: str) -> list[str]:
         """The replies to the messages."""
+        with self.session() as session:
+            session.on_step = self.lines.append
+            return ["".join(session.reply(message)).strip() for message in messages]
+
+    @contextmanager
+    def session(self) -> Iterator[Session]:
+        sampling = Sampling(max_new_tokens=400)
         with chat_format(self.tokenizer, "qwen") as form:
             try:
-                session = Session(
-                    self.decoder,
-                    self.tokenizer,
-                    form,
-                    Sampling(max_new_tokens=400),
-                    tools=self.live,
-                    template="qwen",
+                yield Session(
+                    self.decoder, self.tokenizer, form, sampling, tools=self.live, template="qwen"
                 )
-                session.on_step = self.lines.append
-                return ["".join(session.reply(message)).strip() for message in messages]
             finally:
                 self.live.close()
 
@@ -178,17 +180,8 @@ def test_steps_stand_on_lines_of_their_own(
 ) -> None:
     answers = [f"I add. {call('add', a=1, b=2)}", "It is 3."]
     chat = Chat(folder, monkeypatch, plan_of(folder, "add"), answers)
-    with chat_format(chat.tokenizer, "qwen") as form:
-        session = Session(
-            chat.decoder,
-            chat.tokenizer,
-            form,
-            Sampling(max_new_tokens=400),
-            tools=chat.live,
-            template="qwen",
-        )
+    with chat.session() as session:
         Terminal(session)._handle("1 + 2?")
-        chat.live.close()
     shown = capsys.readouterr()
     assert shown.out == "I add.\nIt is 3.\n"
     assert shown.err == '[add {"a": 1, "b": 2}]\n[add -> 3]\n'

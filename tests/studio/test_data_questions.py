@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 from starlette.datastructures import QueryParams
 from studio_for_tests import RecordedCommands, until, with_user
-from test_new_run_page import MODEL, answer, mistake_at, settled, start_button
+from test_new_run_page import (
+    mistake_at,
+    open_new_run,
+    recipe_with_proposed_columns,
+    settled,
+    start_button,
+)
 
 from bloomery.core.errors import UserError
 from bloomery.recipe.load import load_recipe
@@ -52,22 +58,8 @@ def test_columns_are_proposed_by_all_first_rows_and_their_names() -> None:
 
 
 def test_preference_pairs_train_with_the_columns_that_are_chosen() -> None:
-    commands = RecordedCommands()
     write_pairs()
-
-    async def visit(user) -> None:
-        await user.open("/new")
-        answer(user, "Model", MODEL)
-        answer(user, "Dataset", "pairs.jsonl")
-        await user.should_see("Say which column is which.", retries=50)
-        assert not start_button(user).enabled
-        user.find("Use these columns").click()
-        await settled(user)
-        user.find("Start").click()
-        await until(lambda: commands.started)
-
-    with_user(visit, commands)
-    recipe = load_recipe(commands.started[0][1]).recipe
+    recipe = load_recipe(recipe_with_proposed_columns("pairs.jsonl")).recipe
     assert recipe.objective.kind == "dpo"
     columns = {"prompt": "question", "chosen": "good_answer", "rejected": "bad_answer"}
     assert (recipe.data.format, dict(recipe.data.columns)) == ("preference", columns)
@@ -78,9 +70,7 @@ def test_rows_that_cannot_be_read_are_left_out_at_a_button() -> None:
     Path("messy.csv").write_text(MESSY, encoding="utf-8")
 
     async def visit(user) -> None:
-        await user.open("/new")
-        answer(user, "Model", MODEL)
-        answer(user, "Dataset", "messy.csv")
+        await open_new_run(user, "messy.csv")
         await user.should_see("Say which column is which.", retries=50)
         user.find("Use these columns").click()
         await until(lambda: "is empty" in mistake_at(user, "Dataset"))

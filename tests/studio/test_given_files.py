@@ -125,7 +125,7 @@ def test_the_hub_is_searched_by_words_and_never_for_paths(monkeypatch) -> None:
 
 
 def test_the_rows_that_are_shown_are_those_of_the_command_line(tmp_path: Path) -> None:
-    from test_new_run_page import answer, settled
+    from test_new_run_page import open_new_run, settled
 
     make_chat_model(tmp_path / "tiny")
     Path("chats.jsonl").write_text(f"{CHAT}\n" * 30)
@@ -138,9 +138,7 @@ def test_the_rows_that_are_shown_are_those_of_the_command_line(tmp_path: Path) -
     async def visit(user) -> None:
         from nicegui.elements.mixins.text_element import TextElement
 
-        await user.open("/new")
-        answer(user, "Model", "tiny")
-        answer(user, "Dataset", "chats.jsonl")
+        await open_new_run(user, "chats.jsonl", model="tiny")
         await settled(user)
         user.find("Show rows as the model reads them").click()
         await user.should_see("It learns the marked part", retries=100)

@@ -59,6 +59,30 @@ async def settled(user) -> None:
     await until(lambda: start_button(user).enabled)
 
 
+async def open_new_run(user, dataset: str, *, model: str = MODEL) -> None:
+    """Opens the page and answers its two questions."""
+    await user.open("/new")
+    answer(user, "Model", model)
+    answer(user, "Dataset", dataset)
+
+
+def recipe_with_proposed_columns(dataset: str) -> str:
+    """The file of the recipe that Start writes for data whose columns are asked for, with those that are proposed."""
+    commands = RecordedCommands()
+
+    async def visit(user) -> None:
+        await open_new_run(user, dataset)
+        await user.should_see("Say which column is which.", retries=50)
+        assert not start_button(user).enabled
+        user.find("Use these columns").click()
+        await settled(user)
+        user.find("Start").click()
+        await until(lambda: commands.started)
+
+    with_user(visit, commands)
+    return str(commands.started[0][1])
+
+
 def opened_settings(user):
     """Opens All settings; the editor of the YAML in it."""
     from nicegui import ui
@@ -109,9 +133,7 @@ def test_what_cannot_start_is_told_at_its_field(model: str, data: str, at: str, 
     before = sorted(Path().rglob("*"))
 
     async def visit(user) -> None:
-        await user.open("/new")
-        answer(user, "Model", model)
-        answer(user, "Dataset", data)
+        await open_new_run(user, data, model=model)
         await until(lambda: words in mistake_at(user, at))
         assert not user.notify.messages
         assert not start_button(user).enabled
@@ -164,9 +186,7 @@ def test_a_purpose_is_an_objective_of_the_command_line(rows, purpose, overrides)
     write_rows("rows.jsonl", *rows * 20)
 
     async def visit(user) -> None:
-        await user.open("/new")
-        answer(user, "Model", MODEL)
-        answer(user, "Dataset", "rows.jsonl")
+        await open_new_run(user, "rows.jsonl")
         await settled(user)
         if overrides:
             user.find(marker=f"purpose-{purpose}").click()
@@ -180,24 +200,10 @@ def test_a_purpose_is_an_objective_of_the_command_line(rows, purpose, overrides)
 
 
 def test_columns_without_usual_names_are_asked_for() -> None:
-    commands = RecordedCommands()
     Path("odd.csv").write_text("id,customer_text,agent_text\n" + '1,"Is it hot?","It is."\n' * 30)
-
-    async def visit(user) -> None:
-        await user.open("/new")
-        answer(user, "Model", MODEL)
-        answer(user, "Dataset", "odd.csv")
-        await user.should_see("Say which column is which.", retries=50)
-        assert not start_button(user).enabled
-        user.find("Use these columns").click()
-        await settled(user)
-        user.find("Start").click()
-        await until(lambda: commands.started)
-
-    with_user(visit, commands)
     columns = "data.columns={instruction: customer_text, output: agent_text}"
     made = made_recipe(MODEL, "odd.csv", ["data.format=alpaca", columns])
-    assert Path(commands.started[0][1]).read_text() == made.complete_text
+    assert Path(recipe_with_proposed_columns("odd.csv")).read_text() == made.complete_text
 
 
 def test_a_packaged_recipe_keeps_its_settings_for_data_of_its_kind() -> None:
@@ -229,9 +235,7 @@ def test_a_recipe_changes_by_form_and_by_yaml_and_starts() -> None:
     async def visit(user) -> None:
         from nicegui import ui
 
-        await user.open("/new")
-        answer(user, "Model", MODEL)
-        answer(user, "Dataset", "chats.jsonl")
+        await open_new_run(user, "chats.jsonl")
         await settled(user)
         editor = opened_settings(user)
         micro_batch = field(user, "train.micro_batch_size")
@@ -295,9 +299,7 @@ def test_start_takes_what_the_fields_show_once() -> None:
     write_rows("chats.jsonl", *[CHAT] * 40)
 
     async def visit(user) -> None:
-        await user.open("/new")
-        answer(user, "Model", MODEL)
-        answer(user, "Dataset", "chats.jsonl")
+        await open_new_run(user, "chats.jsonl")
         await settled(user)
         rank = field(user, "first-adapter.rank")
         start = start_button(user)
@@ -334,9 +336,7 @@ def test_edits_stay_when_an_answer_changes() -> None:
     write_rows("pairs.jsonl", *[{"prompt": "a", "chosen": "b", "rejected": "c"}] * 40)
 
     async def visit(user) -> None:
-        await user.open("/new")
-        answer(user, "Model", MODEL)
-        answer(user, "Dataset", "chats.jsonl")
+        await open_new_run(user, "chats.jsonl")
         await settled(user)
         rank = field(user, "first-adapter.rank")
         rank.value = "5"
@@ -368,9 +368,7 @@ def test_suggestions_are_buttons(monkeypatch) -> None:
     write_rows("chats.jsonl", CHAT)
 
     async def visit(user) -> None:
-        await user.open("/new")
-        answer(user, "Model", MODEL)
-        answer(user, "Dataset", "chats.jsonl")
+        await open_new_run(user, "chats.jsonl")
         await user.should_see("Start although it does not fit", retries=50)
         await user.should_see("saves 2.5 GiB")
         user.find(edit).click()

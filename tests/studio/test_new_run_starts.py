@@ -11,6 +11,7 @@ from test_new_run_page import (
     answer,
     field,
     mistake_at,
+    open_new_run,
     settled,
     start_button,
     write_rows,
@@ -38,9 +39,7 @@ def test_several_values_are_a_sweep() -> None:
     commands = RecordedCommands()
 
     async def visit(user) -> None:
-        await user.open("/new")
-        answer(user, "Model", MODEL)
-        answer(user, "Dataset", "chats.jsonl")
+        await open_new_run(user, "chats.jsonl")
         await settled(user)
         set_field(user, "first-optimizer.learning_rate", "1e-4, 3e-4")
         await until(lambda: start_button(user).text == "Start 2 runs")
@@ -65,9 +64,7 @@ def test_several_values_are_a_sweep() -> None:
 
 def test_a_value_that_is_none_is_told_at_its_field() -> None:
     async def visit(user) -> None:
-        await user.open("/new")
-        answer(user, "Model", MODEL)
-        answer(user, "Dataset", "chats.jsonl")
+        await open_new_run(user, "chats.jsonl")
         await settled(user)
         set_field(user, "first-adapter.rank", "8, many")
         rank = field(user, "first-adapter.rank")
@@ -86,9 +83,7 @@ def test_a_run_has_the_name_that_is_typed() -> None:
     Path("runs/taken").mkdir(parents=True)
 
     async def visit(user) -> None:
-        await user.open("/new")
-        answer(user, "Model", MODEL)
-        answer(user, "Dataset", "chats.jsonl")
+        await open_new_run(user, "chats.jsonl")
         await settled(user)
         set_field(user, "run-name", "taken")
         await until(lambda: not start_button(user).enabled)
@@ -127,9 +122,7 @@ def test_the_address_brings_the_answers_back(monkeypatch: pytest.MonkeyPatch) ->
                 addresses.append(json.loads(code.removeprefix(prefix).removesuffix(")")))
 
         monkeypatch.setattr(ui, "run_javascript", keep)
-        await user.open("/new")
-        answer(user, "Model", MODEL)
-        answer(user, "Dataset", "chats.jsonl")
+        await open_new_run(user, "chats.jsonl")
         await settled(user)
         set_field(user, "first-train.epochs", "2")
         # What is being typed elsewhere meanwhile stays.
@@ -150,9 +143,7 @@ def test_the_address_brings_the_answers_back(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_price_that_is_typed_once_is_in_every_plan() -> None:
     async def visit(user) -> None:
-        await user.open("/new")
-        answer(user, "Model", MODEL)
-        answer(user, "Dataset", "chats.jsonl")
+        await open_new_run(user, "chats.jsonl")
         await settled(user)
         set_field(user, "price", "cheap")
         price = field(user, "price")
@@ -160,9 +151,7 @@ def test_a_price_that_is_typed_once_is_in_every_plan() -> None:
         set_field(user, "price", "$360")
         await user.should_see("at $360 per hour", retries=50)
         # Another page knows it, and two runs cost twice as much.
-        await user.open("/new")
-        answer(user, "Model", MODEL)
-        answer(user, "Dataset", "chats.jsonl")
+        await open_new_run(user, "chats.jsonl")
         await user.should_see("at $360 per hour", retries=50)
         set_field(user, "first-adapter.rank", "8, 16")
         await user.should_see("2 runs, one for each combination of the values: about", retries=50)
@@ -199,9 +188,7 @@ def test_runs_that_train_now_are_named_beside_the_plan(monkeypatch: pytest.Monke
     monkeypatch.setattr(new_run_page, "running_names", lambda watching: ["busy"])
 
     async def visit(user) -> None:
-        await user.open("/new")
-        answer(user, "Model", MODEL)
-        answer(user, "Dataset", "chats.jsonl")
+        await open_new_run(user, "chats.jsonl")
         await settled(user)
         await user.should_see("busy trains now: on the same device, each takes longer.")
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 from pathlib import Path
 
@@ -161,6 +162,35 @@ def killed(plan, folder: Path, recipe: Path, *, resume_from: Path | None, at: in
     _, status = os.waitpid(process, 0)
     assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
     return os.WIFSIGNALED(status)
+
+
+def assert_survives_kills(
+    plan,
+    folder: Path,
+    recipe: Path,
+    *,
+    undisturbed: Path,
+    seed: int,
+    most_kills: int,
+    most_requests: int,
+) -> None:
+    """A run that is killed at random requests to tools, and goes on each time, ends with the bits of `undisturbed`."""
+    folder.mkdir()
+    generator = random.Random(seed)
+    num_kills = 0
+    while num_kills < most_kills:
+        checkpoint = max((folder / "checkpoints").glob("step-*"), default=None)
+        at = generator.randrange(1, most_requests)
+        if not killed(plan, folder, recipe, resume_from=checkpoint, at=at):
+            break
+        num_kills += 1
+    assert 0 < num_kills < most_kills
+    assert completions(folder) == completions(undisturbed)
+    last, expected = (max((run / "checkpoints").glob("step-*")) for run in (folder, undisturbed))
+    weights = sorted(path.relative_to(expected) for path in expected.rglob("*.safetensors"))
+    assert weights
+    for name in weights:
+        assert (last / name).read_bytes() == (expected / name).read_bytes()
 
 
 def assert_same_episodes(run_dir: Path, other_dir: Path, step: int = 1) -> None:

@@ -3,7 +3,6 @@
 Oracles: three sampled tokens by hand, verl's sum over masked tokens, the objective without tools, an uninterrupted run.
 """
 
-import random
 from dataclasses import replace
 from functools import partial
 
@@ -13,7 +12,7 @@ from episodes_for_tests import (
     EDITS,
     GUESS,
     assert_same_episodes,
-    killed,
+    assert_survives_kills,
     played,
     write_episodes,
 )
@@ -283,24 +282,15 @@ def test_a_run_goes_on_between_its_episodes_bitwise(recipe, whole, tmp_path, kin
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_run_that_is_killed_within_turns_ends_the_same(recipe, whole, tmp_path, kind, seed):
-    other, _ = whole[kind]
-    plan = plan_with(recipe, kind)
-    folder = tmp_path / "run"
-    folder.mkdir()
-    generator = random.Random(seed)
-    num_kills = 0
-    while num_kills < 12:
-        checkpoint = max((folder / "checkpoints").glob("step-*"), default=None)
-        if not killed(plan, folder, recipe, resume_from=checkpoint, at=generator.randrange(1, 25)):
-            break
-        num_kills += 1
-    assert 0 < num_kills < 12
-    assert completions(folder) == completions(other)
-    last, expected = (max((of / "checkpoints").glob("step-*")) for of in (folder, other))
-    weights = sorted(path.relative_to(expected) for path in expected.rglob("*.safetensors"))
-    assert weights
-    for name in weights:
-        assert (last / name).read_bytes() == (expected / name).read_bytes()
+    assert_survives_kills(
+        plan_with(recipe, kind),
+        tmp_path / "run",
+        recipe,
+        undisturbed=whole[kind][0],
+        seed=seed,
+        most_kills=12,
+        most_requests=25,
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Runs whose completions are episodes: resumed bitwise, the same on any ranks and slots, evaluated with their tools."""
 
 import json
-import random
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from episodes_for_tests import (
     GUESS,
     LOOKUP,
     assert_same_episodes,
-    killed,
+    assert_survives_kills,
     played,
     write_episodes,
 )
@@ -108,24 +107,15 @@ def test_a_run_goes_on_between_its_episodes_bitwise(recipe, whole, tmp_path, sto
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(8))
 def test_a_run_that_is_killed_within_turns_ends_the_same(recipe, whole, tmp_path, seed):
-    other, _ = whole
-    plan = plan_of(recipe, *EDITS, *GUESS)
-    folder = tmp_path / "run"
-    folder.mkdir()
-    generator = random.Random(seed)
-    num_kills = 0
-    while num_kills < 20:
-        checkpoint = max((folder / "checkpoints").glob("step-*"), default=None)
-        if not killed(plan, folder, recipe, resume_from=checkpoint, at=generator.randrange(1, 30)):
-            break
-        num_kills += 1
-    assert 0 < num_kills < 20
-    assert completions(folder) == completions(other)
-    last, expected = (max((of / "checkpoints").glob("step-*")) for of in (folder, other))
-    weights = sorted(path.relative_to(expected) for path in expected.rglob("*.safetensors"))
-    assert weights
-    for name in weights:
-        assert (last / name).read_bytes() == (expected / name).read_bytes()
+    assert_survives_kills(
+        plan_of(recipe, *EDITS, *GUESS),
+        tmp_path / "run",
+        recipe,
+        undisturbed=whole[0],
+        seed=seed,
+        most_kills=20,
+        most_requests=30,
+    )
 
 
 @pytest.mark.sampled(2)

@@ -76,11 +76,7 @@ class ChannelParser:
     def push(self, piece: str) -> list[Delta]:
         """What is certain so far."""
         self._text += piece
-        deltas = list[Delta]()
-        while (delta := self._next()) is not None:
-            if delta != Delta():
-                deltas.append(delta)
-        return deltas
+        return [delta for delta in iter(self._next, None) if delta != Delta()]
 
     def flush(self) -> list[Delta]:
         """What is left at the end: of a message without an end, or text that is no message."""

@@ -33,11 +33,7 @@ class ToolParser:
     def push(self, piece: str) -> list[Delta]:
         """What is certain so far."""
         self._text += piece
-        deltas = list[Delta]()
-        while (delta := self._next()) is not None:
-            if delta != Delta():
-                deltas.append(delta)
-        return deltas
+        return [delta for delta in iter(self._next, None) if delta != Delta()]
 
     def flush(self) -> list[Delta]:
         """What is left at the end: text that began like a call, and was none."""
