@@ -224,8 +224,8 @@ def _about(source: Source, format: str | None) -> str:
     dataset = open_dataset(source, "any" if is_text else "sft")
     names = sorted({file.format for file in dataset.files})
     if set(names) <= {"text", "code"}:
-        words = " and ".join({"text": "text", "code": "source"}[name] for name in names)
-        return counted(len(dataset.files), f"{words} files")
+        kinds = " and ".join({"text": "text", "code": "source"}[name] for name in names)
+        return counted(len(dataset.files), f"{kinds} files")
     kinds = " and ".join(FORMAT_WORDS.get(name, name.upper()) for name in names[:2])
     first = dataset.files[0].path
     noun = NOUNS.get(format or "", "rows")

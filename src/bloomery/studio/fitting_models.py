@@ -131,12 +131,12 @@ class FittingModels:
                 with body:
                     self._row(fit, recipes.get((fit.name, fit.method), ""))
             self._state.text = f"Planning, {number} of {len(names)}"
-        words = (
+        summary = (
             f"{device_of(machine)}. Time: {CHATS:,} chats of {CHAT_TOKENS} tokens, once; estimated."
         )
         if too_large:
-            words += f" Too large: {', '.join(too_large)}."
-        self._state.text = harmless(words)
+            summary += f" Too large: {', '.join(too_large)}."
+        self._state.text = harmless(summary)
 
     def _heads(self) -> ui.element:
         with self._table, ui.element("table"):
@@ -152,8 +152,8 @@ class FittingModels:
         method = f"{fit.method}, or full" if fit.fits_in_full else fit.method
         memory = format_bytes(plan.memory.total)
         with ui.element("tr"):
-            for words in (fit.name, format_count(fit.parameters), method, memory, seconds):
-                text(words, "td")
+            for cell in (fit.name, format_count(fit.parameters), method, memory, seconds):
+                text(cell, "td")
             with ui.element("td"):
                 name = recipe or fit.name
                 use = ui.button("Use", on_click=partial(self._on_choice, name))

@@ -335,7 +335,9 @@ class NewRun:
 
     async def begin(self, draft: RunDraft, text_of_run: str, inherited: frozenset[str]) -> None:
         """With the answers of an address, or with the recipe of a run."""
-        self._run, self._run_name, self._sweep = draft.run, draft.name, dict(draft.sweep)
+        self._run = draft.run
+        self._run_name = draft.name
+        self._sweep = dict(draft.sweep)
         self._inherited = inherited
         if draft.text or text_of_run:
             self.name = without_time(draft.run) if draft.run else "recipe"

@@ -181,13 +181,13 @@ class PlanPanel:
 
 def _of_several(picture: PlanPicture, num_runs: int) -> str:
     """Time and cost of a comparison."""
-    words = f"{num_runs} runs, one for each combination of the values"
+    combinations = f"{num_runs} runs, one for each combination of the values"
     if picture.seconds is None:
-        return f"{words}."
+        return f"{combinations}."
     sums = about(num_runs * picture.seconds)
     if picture.cost is not None:
         sums += f" and {money_text(num_runs * picture.cost.money.value, picture.cost.currency)}"
-    return f"{words}: about {sums} if each takes as long as the first."
+    return f"{combinations}: about {sums} if each takes as long as the first."
 
 
 def _verdict(picture: PlanPicture | None, missing: str) -> None:

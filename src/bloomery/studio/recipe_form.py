@@ -257,8 +257,8 @@ def mistake_among(text: str, key: str, values: Collection[str]) -> str:
         try:
             load_text(with_edits(text, {key: value}), name="recipe", source=SOURCE)
         except UserError as error:
-            words = Planned(problem=_text_of(error), where=error.where).problem_at(key)
-            return f"{value}: {words or harmless(error.problem)}"
+            problem = Planned(problem=_text_of(error), where=error.where).problem_at(key)
+            return f"{value}: {problem or harmless(error.problem)}"
     return ""
 
 

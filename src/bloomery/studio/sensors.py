@@ -91,22 +91,22 @@ def gpu_words(readings: Sequence[SensorReading]) -> GpuWords | None:
     if count > 1:
         name = f"{count} × {name}" if name else f"{count} GPUs"
     degrees = sorted(round(r.temperature) for r in readings if r.temperature is not None)
-    words = []
+    figures = []
     if degrees:
         low, high = degrees[0], degrees[-1]
-        words.append(f"{high} °C" if low == high else f"{low} to {high} °C")
+        figures.append(f"{high} °C" if low == high else f"{low} to {high} °C")
     used = [reading.memory_gib for reading in readings if reading.memory_gib is not None]
     totals = [r.memory_total_gib for r in readings if r.memory_total_gib is not None]
     if used:
         of_all = f" of {sum(totals):.0f}" if len(totals) == len(used) else ""
-        words.append(f"{figure(sum(used), '.1f', '')}{of_all} GiB")
+        figures.append(f"{figure(sum(used), '.1f', '')}{of_all} GiB")
     is_hot = any(
         reading.temperature is not None
         and reading.critical
         and reading.temperature >= HOT_SHARE * reading.critical
         for reading in readings
     )
-    return GpuWords(name or "GPU", " · ".join(words), is_hot)
+    return GpuWords(name or "GPU", " · ".join(figures), is_hot)
 
 
 @final
@@ -133,7 +133,8 @@ class GpusOfRail:
             self._is_reading = False
         self._link.visible = words is not None
         if words is not None:
-            self._name.text, self._figures.text = words.name, words.figures
+            self._name.text = words.name
+            self._figures.text = words.figures
             self._figures.classes(
                 add="bad" if words.is_hot else "", remove="" if words.is_hot else "bad"
             )

@@ -31,8 +31,9 @@ def aligned_spans(ends: Sequence[int], other_ends: Sequence[int]) -> list[Span]:
     while token < len(ends) and other_token < len(other_ends):
         if ends[token] == other_ends[other_token]:
             spans.append(Span(start, token + 1, other_start, other_token + 1))
-            start, other_start = token + 1, other_token + 1
-            token, other_token = start, other_start
+            token += 1
+            other_token += 1
+            start, other_start = token, other_token
         elif ends[token] < other_ends[other_token]:
             token += 1
         else:
