@@ -63,6 +63,8 @@ EDITS = (
     "tokenizer.additional_special_tokens=[<|im_start|>, <|im_end|>, <tool_call>, </tool_call>]",
 )
 GUESS = ("rewards=[]", "environment={python: 'game.py:Guess'}")
+NUM_REQUESTS = 24  # to the tools, of a run of GUESS from its beginning
+MOST_KILLS = 20
 LOOKUP = ("tools=[{python: 'game.py:lookup'}]",)
 
 
@@ -165,26 +167,19 @@ def killed(plan, folder: Path, recipe: Path, *, resume_from: Path | None, at: in
 
 
 def assert_survives_kills(
-    plan,
-    folder: Path,
-    recipe: Path,
-    *,
-    undisturbed: Path,
-    seed: int,
-    most_kills: int,
-    most_requests: int,
+    plan, folder: Path, recipe: Path, *, undisturbed: Path, seed: int
 ) -> None:
     """A run that is killed at random requests to tools, and goes on each time, ends with the bits of `undisturbed`."""
     folder.mkdir()
     generator = random.Random(seed)
     num_kills = 0
-    while num_kills < most_kills:
+    while num_kills < MOST_KILLS:
         checkpoint = max((folder / "checkpoints").glob("step-*"), default=None)
-        at = generator.randrange(1, most_requests)
+        at = generator.randint(1, NUM_REQUESTS)
         if not killed(plan, folder, recipe, resume_from=checkpoint, at=at):
             break
         num_kills += 1
-    assert 0 < num_kills < most_kills
+    assert 0 < num_kills < MOST_KILLS
     assert completions(folder) == completions(undisturbed)
     last, expected = (max((run / "checkpoints").glob("step-*")) for run in (folder, undisturbed))
     weights = sorted(path.relative_to(expected) for path in expected.rglob("*.safetensors"))

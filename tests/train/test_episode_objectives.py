@@ -288,8 +288,6 @@ def test_a_run_that_is_killed_within_turns_ends_the_same(recipe, whole, tmp_path
         recipe,
         undisturbed=whole[kind][0],
         seed=seed,
-        most_kills=12,
-        most_requests=25,
     )
 
 

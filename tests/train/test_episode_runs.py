@@ -113,8 +113,6 @@ def test_a_run_that_is_killed_within_turns_ends_the_same(recipe, whole, tmp_path
         recipe,
         undisturbed=whole[0],
         seed=seed,
-        most_kills=20,
-        most_requests=30,
     )
 
 
