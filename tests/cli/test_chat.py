@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from bloomery.cli import chat as verb
 from bloomery.cli import cli
 from bloomery.cli.chat import Session
-from bloomery.cli.generate import SETTINGS, setting
+from bloomery.cli.sampling import SETTINGS, setting
 from bloomery.core.errors import UserError
 from bloomery.core.text import harmless
 from bloomery.data.chat.render import ChatFormat, chat_format

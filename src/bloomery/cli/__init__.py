@@ -45,7 +45,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("bloomery.cli.generate:command", "Generate text from prompts."),
     "chat": ("bloomery.cli.chat:command", "Chat with a model on the terminal."),
     "serve": (
-        "bloomery.cli.generate:serve_command",
+        "bloomery.cli.serve:command",
         "Serve models over HTTP, as OpenAI does, with a page.",
     ),
     "export": ("bloomery.cli.models:command", "Export a model or LoRA adapter; merge; write GGUF."),

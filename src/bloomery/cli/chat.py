@@ -21,7 +21,7 @@ from bloomery.cli.common import (
     step_option,
     text_flags,
 )
-from bloomery.cli.generate import (
+from bloomery.cli.sampling import (
     SETTINGS,
     draft_folder,
     finite,

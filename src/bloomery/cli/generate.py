@@ -1,18 +1,11 @@
-"""`bloomery generate MODEL`, `bloomery serve MODEL ...`, and the sampling settings of all commands
-
-Sampling settings are command-line options, and `/set NAME VALUE` in a chat.
-"""
+"""`bloomery generate MODEL`: text from a prompt, a file of prompts, or the rows of a dataset"""
 
 import json
-import math
-import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -25,120 +18,15 @@ from bloomery.cli.common import (
     quantize_option,
     refuse_undecoded,
     step_option,
-    text_flags,
 )
-from bloomery.cli.tools import episodes_of, tools_options
-from bloomery.core.child import die_with_parent
+from bloomery.cli.sampling import draft_folder, finite, sampling_options, speculation_options
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_input
-from bloomery.core.text import did_you_mean, harmless
+from bloomery.core.text import harmless
 from bloomery.core.units import MIB, format_bytes
 from bloomery.runs.chosen_model import chosen_use, model_path
 
-F = TypeVar("F", bound=Callable[..., Any])
-Value = int | float | None
 Json = dict[str, Any]
-
-# name -> (type, default, help)
-SETTINGS: dict[str, tuple[click.ParamType[Any], Value, str | None]] = {
-    "max_new_tokens": (click.IntRange(1), 200, "Generate at most N tokens."),
-    "temperature": (click.FloatRange(0.0), 0.8, "Set the sampling temperature; 0 is greedy."),
-    "top_k": (click.IntRange(1), None, "Sample from the K most likely tokens."),
-    "top_p": (
-        click.FloatRange(0.0, 1.0, min_open=True),
-        0.95,
-        "Sample from this probability mass.",
-    ),
-    "min_p": (click.FloatRange(0.0, 1.0), 0.0, "Drop tokens below P times the most likely."),
-    "repetition_penalty": (
-        click.FloatRange(0.01, 100.0),
-        1.0,
-        "Divide the logits of repeated tokens by P.",
-    ),
-    "seed": (click.IntRange(0, 2**63 - 1), 0, "Seed the random generator."),
-}
-
-
-def sampling_options(function: F) -> F:
-    """Click options for every setting, passed on by their names."""
-    for name, (value_type, default, help_text) in reversed(SETTINGS.items()):
-        option = click.option(
-            _flag(name),
-            type=value_type,
-            default=default,
-            show_default=default is not None,
-            help=help_text,
-        )
-        function = option(function)
-    return function
-
-
-def _flag(name: str) -> str:
-    """The command-line option of a setting."""
-    return f"--{name.replace('_', '-')}"
-
-
-def default_options(function: F) -> F:
-    """Click options for the defaults of requests that leave a setting out: those of `sampling_options` without
-    `max_new_tokens`, and None where an option is not given.
-    """
-    for name, (value_type, _, help_text) in reversed(SETTINGS.items()):
-        if name != "max_new_tokens":
-            function = click.option(_flag(name), type=value_type, help=help_text)(function)
-    return function
-
-
-def speculation_options(function: F) -> F:
-    """The click options `prompt_lookup: int | None` and `draft: str | None`."""
-    function = click.option(
-        "--draft", metavar="MODEL", help="Speculate with this smaller model of the same vocabulary."
-    )(function)
-    line = "Speculate with N tokens that followed the same words."
-    return click.option("--prompt-lookup", type=click.IntRange(1, 31), metavar="N", help=line)(
-        function
-    )
-
-
-def draft_folder(prompt_lookup: int | None, draft: str | None) -> Path | None:
-    """The folder of `--draft`. Raises UserError where it is not a model, or with `--prompt-lookup`."""
-    if prompt_lookup is not None and draft is not None:
-        problem = "prompt lookup and a draft model exclude each other"
-        raise UserError(problem, where="--draft", fix="remove --prompt-lookup or --draft", code=2)
-    return None if draft is None else model_path(draft)
-
-
-def finite(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings unchanged. Raises UserError for NaN and infinity."""
-    for name, value in settings.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            problem = f"not a finite number: {value}"
-            raise UserError(problem, where=_flag(name), fix="use a finite number", code=2)
-    return settings
-
-
-def setting(text: str) -> tuple[str, Value]:
-    """Name and value of "temperature 0.7", also with `=` or with an option's name. Raises UserError."""
-    typed_name, _, typed_value = text.replace("=", " ", 1).strip().partition(" ")
-    typed_value = typed_value.strip()
-    name = typed_name.lstrip("-").replace("-", "_").lower()
-    if name not in SETTINGS:
-        fix = did_you_mean(name, SETTINGS, f"settings: {', '.join(SETTINGS)}")
-        raise UserError(f"no such setting: {name[:40]!r}", where="/set", fix=fix, code=2)
-
-    # Only settings that are off by default can be switched off.
-    value_type, default, _ = SETTINGS[name]
-    if default is None and typed_value.lower() in ("", "off", "none"):
-        return name, None
-    try:
-        value: Value = value_type.convert(typed_value, None, None)
-    except click.BadParameter as error:
-        problem = f"missing value of {name}"
-        if typed_value:
-            problem = f"invalid {name}: {error.message.rstrip('.')}"
-        fix = f"for example: /set {name} {default or 40}"
-        raise UserError(problem, where="/set", fix=fix, code=2) from error
-    return name, finite({name: value})[name]
-
 
 _ROWS_AT_ONCE = 32  # of a dataset
 _MAX_FILE_BYTES = 16 * MIB  # of prompts, or of a JSON schema
@@ -227,20 +115,15 @@ def command(
     finite(settings)
     schema = None if schema_path is None else _schema(schema_path)
     texts = [] if data is not None else _prompts(prompt, prompts)
-    if data is not None and (prompt is not None or prompts is not None or images):
-        problem = "--data has its own prompts and images"
-        raise UserError(
-            problem, where="--data", fix="remove --prompt, --prompts and --image", code=2
-        )
-    if out is not None and (data is None or as_json or jsonl):
-        problem = "--out writes the answers to the rows of --data, in place of printing them"
-        raise UserError(problem, where="--out", fix="add --data, remove --json and --jsonl", code=2)
-    if shard is not None and out is None:
-        problem = "--shard is a part of the rows that --out writes"
-        raise UserError(problem, where="--shard", fix="add --out FILE", code=2)
-    if top_scores is not None and (out is None or stop):
-        problem = "--top-scores writes token ids and scores beside the answers of --out, which end tokens alone end"
-        raise UserError(problem, where="--top-scores", fix="add --out FILE, remove --stop", code=2)
+    _refuse_combinations(
+        data,
+        out,
+        has_prompts=prompt is not None or prompts is not None or bool(images),
+        is_printed=as_json or jsonl,
+        shard=shard,
+        top_scores=top_scores,
+        stop=stop,
+    )
     folder = model_path(model)
     draft_path = draft_folder(prompt_lookup, draft)
     use = chosen_use(devices, quantize)
@@ -371,6 +254,37 @@ def command(
     echo(f"speed      {speed}", err=True)
 
 
+def _refuse_combinations(
+    data: Path | None,
+    out: Path | None,
+    *,
+    has_prompts: bool,
+    is_printed: bool,
+    shard: str | None,
+    top_scores: int | None,
+    stop: tuple[str, ...],
+) -> None:
+    """Raises UserError (code 2) for options that exclude or need each other.
+
+    `has_prompts`: a prompt or an image is given beside the dataset. `is_printed`: the answers are to be printed as
+    JSON.
+    """
+    if data is not None and has_prompts:
+        problem = "--data has its own prompts and images"
+        raise UserError(
+            problem, where="--data", fix="remove --prompt, --prompts and --image", code=2
+        )
+    if out is not None and (data is None or is_printed):
+        problem = "--out writes the answers to the rows of --data, in place of printing them"
+        raise UserError(problem, where="--out", fix="add --data, remove --json and --jsonl", code=2)
+    if shard is not None and out is None:
+        problem = "--shard is a part of the rows that --out writes"
+        raise UserError(problem, where="--shard", fix="add --out FILE", code=2)
+    if top_scores is not None and (out is None or stop):
+        problem = "--top-scores writes token ids and scores beside the answers of --out, which end tokens alone end"
+        raise UserError(problem, where="--top-scores", fix="add --out FILE, remove --stop", code=2)
+
+
 def _schema(path: Path) -> dict[str, Any]:
     """The JSON schema of a file. Raises UserError."""
     try:
@@ -423,239 +337,3 @@ def _prompts(prompt: str | None, prompts: Path | None) -> list[str]:
         fix = "write one prompt per line"
         raise UserError("the file has no prompts", where=str(prompts), fix=fix, code=2)
     return lines
-
-
-@click.command()
-@click.argument("models", nargs=-1, required=True, metavar="MODEL ...")
-@click.option(
-    "--adapter",
-    "adapters",
-    multiple=True,
-    metavar="NAME=PATH",
-    help="Serve this LoRA adapter, too; can be repeated.",
-)
-@click.option("--host", default="127.0.0.1", show_default=True, help="Listen on this address.")
-@click.option(
-    "--port",
-    type=click.IntRange(0, 65535),
-    default=8000,
-    show_default=True,
-    help="Listen on this port.",
-)
-@click.option("--open", "open_browser", is_flag=True, help="Open the page in a browser.")
-@click.option("--parent", type=int, hidden=True)  # studio: the model does not outlive it
-@click.option("--template", help="Chat template: chatml, llama2, llama3, qwen, ... or a file.")
-@click.option(
-    "--max-requests",
-    "slots",
-    type=click.IntRange(1, 256),
-    default=8,
-    show_default=True,
-    help="Decode this many completions at once.",
-)
-@click.option(
-    "--max-queue",
-    "queue",
-    type=click.IntRange(0, 100_000),
-    default=64,
-    show_default=True,
-    help="Let this many completions wait.",
-)
-@click.option(
-    "--max-context",
-    "context",
-    type=click.IntRange(2),
-    help="Limit a request to N tokens (default: the model's).",
-)
-@click.option(
-    "--max-new-tokens",
-    "new_tokens",
-    type=click.IntRange(1),
-    default=2048,
-    show_default=True,
-    help="Limit a completion to N tokens.",
-)
-@click.option(
-    "--max-seconds",
-    "seconds",
-    type=click.FloatRange(0, min_open=True),
-    default=600.0,
-    show_default=True,
-    help="Limit a request's time, waiting included.",
-)
-@click.option(
-    "--max-body",
-    "body_bytes",
-    type=click.IntRange(1),
-    help="Limit a request's size in bytes [default: 2 MiB; 32 MiB with images].",
-)
-@click.option(
-    "--max-images",
-    "pictures",
-    type=click.IntRange(0, 1000),
-    default=16,
-    show_default=True,
-    help="Limit a request's images; 0: none are read.",
-)
-@click.option(
-    "--allowed-local-media-path",
-    "media_folder",
-    metavar="FOLDER",
-    type=click.Path(path_type=Path),
-    help="Let requests name image files in this folder.",
-)
-@tools_options
-@step_option
-@devices_option
-@quantize_option
-@default_options
-def serve_command(
-    models: tuple[str, ...],
-    adapters: tuple[str, ...],
-    host: str,
-    port: int,
-    open_browser: bool,
-    parent: int | None,
-    template: str | None,
-    slots: int,
-    queue: int,
-    context: int | None,
-    new_tokens: int,
-    seconds: float,
-    body_bytes: int | None,
-    pictures: int,
-    media_folder: Path | None,
-    tools: tuple[str, ...],
-    environment: str | None,
-    max_turns: int,
-    step: str,
-    devices: str,
-    quantize: str | None,
-    **defaults: Any,
-) -> None:
-    """Serve models with OpenAI's API, and a page to try them, until Ctrl+C.
-
-    RUN@STEP serves that checkpoint. For other hosts than 127.0.0.1, set BLOOMERY_SERVE_TOKEN.
-
-    Example: bloomery serve last --open
-    """
-    if parent is not None:
-        die_with_parent(parent)
-    # Mistyped names, a missing token and a taken port are reported before torch is imported and a model is loaded.
-    sources = [_parse_model(model, step) for model in models]
-    adapter_paths = dict(_parse_adapter(adapter) for adapter in adapters)
-    if adapter_paths and len(models) > 1:
-        raise UserError("adapters need one base", where="--adapter", fix="name one MODEL", code=2)
-    adapter_folders = {name: model_path(path) for name, path in adapter_paths.items()}
-    from bloomery.serve.address import LOCAL, bound, token_for, url_for_others
-
-    token = token_for(host, os.environ)
-    episodes = episodes_of(tools, environment, max_turns)
-    if episodes is not None and host not in LOCAL:
-        problem = "tools are called for clients of this machine alone"
-        fix = "leave out --host, or --tools and --environment"
-        raise UserError(problem, where=f"--host {host}", fix=fix, code=2)
-    if media_folder is not None and not media_folder.is_dir():
-        problem = "there is no such folder"
-        fix = "name the folder of the images that requests may name"
-        where = f"--allowed-local-media-path {media_folder}"
-        raise UserError(problem, where=where, fix=fix, code=2)
-    if not math.isfinite(seconds):
-        problem = f"--max-seconds is {seconds}"
-        fix = "pass a number of seconds"
-        raise UserError(problem, where="--max-seconds", fix=fix, code=2)
-    with bound(host, port) as listener, ExitStack() as stack, text_flags():
-        use = chosen_use(devices, quantize)
-        from bloomery.serve.limits import SEEING_BODY, Limits
-        from bloomery.serve.listen import serve
-        from bloomery.serve.served import load_served
-
-        # Every model decodes with the same limits, and shares the device's memory with the others.
-        limits = Limits(
-            slots=slots,
-            context=context,
-            new_tokens=new_tokens,
-            queue=queue,
-            seconds=seconds,
-            pictures=pictures,
-            media_folder=media_folder,
-        )
-        served_models = [
-            load_served(
-                folder,
-                name,
-                limits,
-                stack,
-                step=checkpoint,
-                use=use,
-                template=template,
-                adapters=adapter_folders,
-                parts=len(sources),
-                on_load=loading,
-            )
-            for folder, name, checkpoint in sources
-        ]
-
-        # A request chooses its model by name.
-        names = [model.name for model in served_models] + list(adapter_paths)
-        if len(set(names)) < len(names):
-            problem = "two models have one name"
-            raise UserError(problem, where=", ".join(names), fix="rename a folder", code=2)
-        echo("models     " + ", ".join(names), err=True)
-        seeing_names = [model.name for model in served_models if model.intake is not None]
-        if seeing_names:
-            echo("images     " + ", ".join(seeing_names), err=True)
-        if body_bytes is None:
-            body_bytes = SEEING_BODY if seeing_names else limits.body_bytes
-        limits = replace(limits, body_bytes=body_bytes)
-        server_tools = None
-        if episodes is not None:
-            from bloomery.serve.server_tools import ServerTools
-
-            server_tools = ServerTools(episodes, served_models, most=slots)
-            stack.callback(server_tools.close)
-            names = [tool["function"]["name"] for tool in server_tools.schemas]
-            echo(f"tools      {', '.join(names)}  (called by this server)", err=True)
-            for note in server_tools.notes:
-                echo(f"warning    {note}", err=True)
-
-        def announce(url: str) -> None:
-            echo(f"serving    {url}  (API: {url}v1, Ctrl+C ends it)", err=True)
-            if (others := url_for_others(url, host)) is not None:
-                echo(f"others     {others}  (from another machine)", err=True)
-
-        set_defaults = {
-            name: value for name, value in finite(defaults).items() if value is not None
-        }
-        serve(
-            served_models,
-            limits,
-            listener,
-            host=host,
-            token=token,
-            on_ready=announce,
-            show=open_browser,
-            defaults=set_defaults,
-            tools=server_tools,
-        )
-    echo("stopped", err=True)
-
-
-def _parse_model(model: str, step: str) -> tuple[Path, str, str]:
-    """The folder of MODEL or RUN@STEP, its name in the API and the checkpoint."""
-    run, separator, checkpoint = model.rpartition("@")
-    is_checkpoint = checkpoint in ("best", "last") or checkpoint.isdecimal()
-    if separator and is_checkpoint and not Path(model).exists():
-        folder = model_path(run)
-        return folder, f"{folder.resolve().name}@{checkpoint}", checkpoint
-    folder = model_path(model)
-    return folder, folder.resolve().name, step
-
-
-def _parse_adapter(argument: str) -> tuple[str, str]:
-    """The name and the path in NAME=PATH. Raises UserError (code 2)."""
-    name, sign, path = argument.partition("=")
-    if not (name and sign and path):
-        problem = f"expected NAME=PATH: {argument!r}"
-        raise UserError(problem, where="--adapter", fix="--adapter poet=runs/poet", code=2)
-    return name, path
