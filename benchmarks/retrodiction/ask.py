@@ -228,7 +228,7 @@ def their_moment(one: Asked, moment: StepMoment) -> StepMoment:
     if one.loss != "fused" and scores:
         chunks = CHUNKS if one.loss == "chunked" else 1
         scores = PLAIN_LOGIT_BYTES * float(load.tokens_per_micro_batch) * config.vocab_size / chunks
-    return replace(moment, logits=scores, activations=activations)
+    return moment._replace(logits=scores, activations=activations)
 
 
 def operator_bytes(load: StepShape, layer: Layer) -> float:
