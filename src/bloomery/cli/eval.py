@@ -27,7 +27,11 @@ from bloomery.core.units import counted
 
 if TYPE_CHECKING:
     from bloomery.evals.episodes import EpisodeScores
+    from bloomery.evals.evaluate import TextScores
+    from bloomery.evals.picture_scores import PictureScores
+    from bloomery.evals.rewards import RewardScores
     from bloomery.evals.tasks import TaskReport
+    from bloomery.train.evaluation.scoring import PairMetrics
 
 
 @click.command()
@@ -136,11 +140,7 @@ def command(
             quantize=quantize,
         )
         return
-    for name in ("max_turns", "generations"):
-        if name in task_settings:
-            flag = f"--{name.replace('_', '-')}"
-            problem, fix = f"{flag} needs --environment", "add --environment FILE:CLASS"
-            raise UserError(problem, where=flag, fix=fix, code=2)
+    _refuse_episode_settings(task_settings)
     if task is not None or against is not None or lm_eval is not None:
         _evaluate_task(
             model,
@@ -180,45 +180,59 @@ def command(
     if as_json:
         print_json(asdict(result))
         return
+    _print_lines(_score_lines(result))
 
+
+def _score_lines(
+    result: "TextScores | PictureScores | PairMetrics | RewardScores",
+) -> dict[str, str]:
+    """What is printed of a result: of rewards, of texts with or without pictures, or of preference pairs."""
     from bloomery.evals.evaluate import TextScores
     from bloomery.evals.picture_scores import PictureScores
     from bloomery.evals.rewards import RewardScores
 
     if isinstance(result, RewardScores):
-        interval = "no interval of a single prompt"
-        if result.reward_low is not None and result.reward_high is not None:
-            interval = f"{result.reward_low:.4f} to {result.reward_high:.4f}, 95% over {result.prompts:,} prompts"
+        interval = _interval(result.reward_low, result.reward_high, result.prompts)
         ended = f"{result.clipped_ratio:.0%} reach objective.max_completion_length"
-        lines = {
+        return {
             "reward": f"{result.reward:.4f} ({interval})",
             **{f"  {name}": f"{mean:.4f} on average" for name, mean in result.rewards.items()},
             "length": f"{result.mean_length:,.1f} tokens on average; {ended}",
         }
-    elif isinstance(result, TextScores | PictureScores):
-        bits = result.bits_per_byte
-        lines = {
-            "loss": f"{result.loss:.4f} nats per token",
-            "perplexity": f"{result.perplexity:.4g}",
-            "bits/byte": "unknown: no scored token has text" if bits is None else f"{bits:.4f}",
-            "tokens": f"{result.tokens:,}",
-            "bytes": f"{result.bytes:,}",
-        }
-        if isinstance(result, PictureScores):
-            answers = counted(result.conversations, "conversations")
-            lines["right"] = f"{result.right:.1%} of {answers}: the likeliest tokens are the answer"
-        if isinstance(result, PictureScores) and result.control_right is not None:
-            lines["control"] = (
-                f"{result.control_right:.1%} right, loss {result.control_loss:.4f},"
-                " with the pictures of other conversations"
-            )
-    else:
+    if not isinstance(result, TextScores | PictureScores):
         means = f"chosen {result.chosen_reward:.4f}, rejected {result.rejected_reward:.4f}"
-        lines = {
+        return {
             "accuracy": f"{result.accuracy:.1%} of {counted(result.pairs, 'pairs')}",
             "margin": f"{result.margin:.4f} on average: {means}",
             "loss": f"{result.loss:.4f} per pair",
         }
+    bits = result.bits_per_byte
+    lines = {
+        "loss": f"{result.loss:.4f} nats per token",
+        "perplexity": f"{result.perplexity:.4g}",
+        "bits/byte": "unknown: no scored token has text" if bits is None else f"{bits:.4f}",
+        "tokens": f"{result.tokens:,}",
+        "bytes": f"{result.bytes:,}",
+    }
+    if isinstance(result, PictureScores):
+        answers = counted(result.conversations, "conversations")
+        lines["right"] = f"{result.right:.1%} of {answers}: the likeliest tokens are the answer"
+    if isinstance(result, PictureScores) and result.control_right is not None:
+        lines["control"] = (
+            f"{result.control_right:.1%} right, loss {result.control_loss:.4f},"
+            " with the pictures of other conversations"
+        )
+    return lines
+
+
+def _interval(low: float | None, high: float | None, prompts: int) -> str:
+    """The 95% confidence interval of a mean reward, in words."""
+    if low is None or high is None:
+        return "no interval of a single prompt"
+    return f"{low:.4f} to {high:.4f}, 95% over {prompts:,} prompts"
+
+
+def _print_lines(lines: dict[str, str]) -> None:
     for name, value in lines.items():
         echo(f"{name:<10} {value}")
 
@@ -236,9 +250,7 @@ def _evaluate_environment(
     """Print the scores of episodes. `others`: options that mean something else. Raises UserError."""
     allowed = ("max_turns", "generations", "limit", "max_new_tokens", "temperature", "seed")
     refused = [flag for flag, value in others.items() if value is not None]
-    refused += [
-        f"--{name.replace('_', '-')}" for name in settings if name not in (*allowed, "template")
-    ]
+    refused += [_flag(name) for name in settings if name not in (*allowed, "template")]
     if refused:
         problem = f"{refused[0]} does not apply to --environment"
         raise UserError(problem, where=refused[0], fix=f"remove {refused[0]}", code=2)
@@ -263,9 +275,7 @@ def _evaluate_environment(
     if as_json:
         print_json(_without_outputs(scores))
         return
-    interval = "no interval of a single prompt"
-    if scores.reward_low is not None and scores.reward_high is not None:
-        interval = f"{scores.reward_low:.4f} to {scores.reward_high:.4f}, 95% over {scores.prompts:,} prompts"
+    interval = _interval(scores.reward_low, scores.reward_high, scores.prompts)
     lines = {"reward": f"{scores.reward:.4f} ({interval})", "pass@1": f"{scores.passed_1:.1%}"}
     if scores.generations > 1:
         lines[f"pass@{scores.generations}"] = f"{scores.passed_all:.1%}"
@@ -274,13 +284,26 @@ def _evaluate_environment(
         "tools": f"{scores.calls:.2f} calls per episode, {scores.failed:.1%} failed",
         "length": f"{scores.mean_length:,.1f} tokens on average; {scores.clipped_ratio:.0%} without room",
     }
-    for name, value in lines.items():
-        echo(f"{name:<10} {value}")
+    _print_lines(lines)
+
+
+def _flag(name: str) -> str:
+    """The option of a setting."""
+    return f"--{name.replace('_', '-')}"
+
+
+def _refuse_episode_settings(settings: dict[str, Any]) -> None:
+    """Raises UserError for a setting of episodes, where no environment is named."""
+    for name in ("max_turns", "generations"):
+        if name in settings:
+            problem = f"{_flag(name)} needs --environment"
+            fix = "add --environment FILE:CLASS"
+            raise UserError(problem, where=_flag(name), fix=fix, code=2)
 
 
 def _needs_task(name: str) -> UserError:
     """The error for a setting of tasks without a task."""
-    flag = f"--{name.replace('_', '-')}"
+    flag = _flag(name)
     fix = f"add --task FILE, or remove {flag}"
     return UserError(f"{flag} needs --task", where=flag, fix=fix, code=2)
 
@@ -297,28 +320,7 @@ def _evaluate_task(
     **options: Any,
 ) -> None:
     """Print the results of a task or a comparison. Raises UserError."""
-    # What is evaluated on has to be one thing.
-    inputs = (("--task", task), ("--lm-eval", lm_eval), ("--data", data))
-    input_flags = [flag for flag, value in inputs if value is not None]
-    if len(input_flags) > 1:
-        problem = f"{' and '.join(input_flags)} exclude each other"
-        raise UserError(problem, where=input_flags[0], fix="use one of them", code=2)
-
-    # The harness has settings of its own; a comparison on text has none.
-    if lm_eval:
-        allowed_settings = {"shots", "limit", "include_path"}
-    elif task is not None:
-        allowed_settings = settings.keys() - {"include_path"}
-    else:
-        allowed_settings = set()
-    refused_settings = sorted(settings.keys() - allowed_settings)
-    if refused_settings and lm_eval is not None:
-        flag = f"--{refused_settings[0].replace('_', '-')}"
-        problem = f"{flag} does not apply to --lm-eval"
-        raise UserError(problem, where=flag, fix=f"remove {flag}", code=2)
-    if refused_settings:
-        raise _needs_task(refused_settings[0])
-
+    _refuse_task_options(task, lm_eval, data, settings)
     _check_outputs(outputs)
 
     from bloomery.api import compare, evaluate_harness, evaluate_task
@@ -347,6 +349,33 @@ def _evaluate_task(
         return
     for line in _table(report):
         echo(line)
+
+
+def _refuse_task_options(
+    task: str | None, lm_eval: str | None, data: Path | None, settings: dict[str, Any]
+) -> None:
+    """Raises UserError (code 2) for options of a task or a comparison that exclude each other, or do not apply."""
+    # What is evaluated on has to be one thing.
+    inputs = (("--task", task), ("--lm-eval", lm_eval), ("--data", data))
+    input_flags = [flag for flag, value in inputs if value is not None]
+    if len(input_flags) > 1:
+        problem = f"{' and '.join(input_flags)} exclude each other"
+        raise UserError(problem, where=input_flags[0], fix="use one of them", code=2)
+
+    # The harness has settings of its own; a comparison on text has none.
+    if lm_eval:
+        allowed_settings = {"shots", "limit", "include_path"}
+    elif task is not None:
+        allowed_settings = settings.keys() - {"include_path"}
+    else:
+        allowed_settings = set()
+    refused_settings = sorted(settings.keys() - allowed_settings)
+    if refused_settings and lm_eval is not None:
+        flag = _flag(refused_settings[0])
+        problem = f"{flag} does not apply to --lm-eval"
+        raise UserError(problem, where=flag, fix=f"remove {flag}", code=2)
+    if refused_settings:
+        raise _needs_task(refused_settings[0])
 
 
 def _check_outputs(path: Path | None) -> None:
