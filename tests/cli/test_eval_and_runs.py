@@ -19,7 +19,8 @@ from bloomery.cli.eval import command as eval_command
 from bloomery.cli.report import _run_of
 from bloomery.cli.report import command as report_command
 from bloomery.cli.runs import command as runs_command
-from bloomery.cli.runs import describe, watch_command
+from bloomery.cli.runs import describe
+from bloomery.cli.watch import command as watch_command
 from bloomery.core.errors import UserError
 from bloomery.data.tokenizer.training import train_tokenizer
 from bloomery.evals import evaluate
@@ -389,7 +390,8 @@ def test_rows_and_templates_are_mended_without_a_recipe(recipe, flags):
 
 def test_runs_and_the_monitor_need_no_torch():
     code = (
-        "import sys; import bloomery.cli.runs, bloomery.cli.eval, bloomery.cli.report, bloomery.view.terminal,"
-        " bloomery.monitor.sinks, bloomery.view.planned_figures; sys.exit('torch' in sys.modules)"
+        "import sys; import bloomery.cli.runs, bloomery.cli.watch, bloomery.cli.eval, bloomery.cli.report,"
+        " bloomery.view.terminal, bloomery.monitor.sinks, bloomery.view.planned_figures;"
+        " sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

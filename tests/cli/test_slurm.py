@@ -14,8 +14,8 @@ import yaml
 from click.testing import CliRunner
 
 from bloomery.cli import cli
-from bloomery.cli.runs import runner_of, slurm_job_of, stop_run
 from bloomery.cli.slurm import _seconds
+from bloomery.cli.stop_and_save import runner_of, slurm_job_of, stop_run
 from bloomery.core.errors import UserError
 from bloomery.core.run_folder import RunFolder
 from bloomery.hardware.sites import find_site, site_names
@@ -296,7 +296,7 @@ def test_a_run_on_another_node_is_stopped_through_slurm(folder, monkeypatch) -> 
     assert slurm_job_of(run) == "4711"
     program(folder, "scancel", 'echo "$@" > cancelled')
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    monkeypatch.setattr("bloomery.cli.runs.beats", lambda _: True)
+    monkeypatch.setattr("bloomery.cli.stop_and_save.beats", lambda _: True)
     runner = runner_of(run)
     assert runner.working
     runner.send(15)
@@ -323,7 +323,7 @@ def test_a_run_whose_job_waits_is_taken_out_of_the_queue_by_slurm(folder, monkey
     run = run_of_another_host(folder, "slurm-4711.1")
     program(folder, "scancel", "")
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    monkeypatch.setattr("bloomery.cli.runs.beats", lambda _: False)
+    monkeypatch.setattr("bloomery.cli.stop_and_save.beats", lambda _: False)
     with pytest.raises(UserError) as idle:
         runner_of(run)
     assert "scancel 4711" in idle.value.fix and "bloomery resume one" in idle.value.fix
@@ -337,7 +337,7 @@ def test_a_job_of_one_rank_is_known_by_the_name_of_its_run(folder) -> None:
 def test_a_run_on_another_machine_without_slurm_is_stopped_there(folder, monkeypatch) -> None:
     run = run_of_another_host(folder, "torchrun-1")
     assert slurm_job_of(run) == ""
-    monkeypatch.setattr("bloomery.cli.runs.beats", lambda _: True)
+    monkeypatch.setattr("bloomery.cli.stop_and_save.beats", lambda _: True)
     with pytest.raises(UserError, match="on another machine"):
         runner_of(run)
 

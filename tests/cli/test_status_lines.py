@@ -11,8 +11,8 @@ from rich.console import Console
 
 from bloomery.cli import plan as plan_simulate
 from bloomery.cli.bench import Table
-from bloomery.cli.runs import waiting
 from bloomery.cli.smoke_test import report_event
+from bloomery.cli.stop_and_save import waiting
 from bloomery.monitor.events import EventLog, Phase, RunEnded
 from bloomery.recipe.schema import Sample
 

@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from bloomery.cli.runs import command as runs_command
-from bloomery.cli.runs import watch_command
+from bloomery.cli.watch import command as watch_command
 from bloomery.core.errors import UserError
 from bloomery.core.run_lock import host_name, start_mark, worked_on
 from bloomery.monitor.events import EventLog, Phase, RunEnded
@@ -90,7 +90,7 @@ def test_another_encoding_gets_ascii(held):
 
 
 def test_it_needs_no_torch():
-    code = "import sys, bloomery.cli.runs, bloomery.view.screen; sys.exit('torch' in sys.modules)"
+    code = "import sys, bloomery.cli.watch, bloomery.view.screen; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from runs_of_bloomery import PATIENCE_SECONDS, Bloomery, assert_bitwise_equal, wait_for
 
-from bloomery.cli.runs import runner_of, save_run, stop_run
+from bloomery.cli.stop_and_save import runner_of, save_run, stop_run
 from bloomery.core.errors import UserError
 from bloomery.core.run_folder import RunFolder
 from bloomery.core.run_lock import holder_of, host_name, start_mark
