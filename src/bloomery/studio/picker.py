@@ -13,10 +13,10 @@ from bloomery.studio.model_choices import Choice, matching, shown
 from bloomery.studio.settings_form import show_mistake
 
 MOST_ROWS, MOST_TYPED = 80, 8  # of a group: of all, and of those with the words that are typed
-# The focus has left the field, and is not on its way to a row of the list.
+# The focus has left the field and the list, not one of them for the other: what is typed next would count as an answer.
 _LEFT = (
-    "(event) => { const list = event.currentTarget.querySelector('.picker-list');"
-    " if (!list?.contains(event.relatedTarget)) emit(); }"
+    "(event) => { const parts = event.currentTarget.querySelectorAll('input, .picker-list');"
+    " if (![...parts].some((part) => part.contains(event.relatedTarget))) emit(); }"
 )
 _KEEPS_FOCUS = "(event) => event.preventDefault()"  # of the field, and with it the list
 
@@ -150,7 +150,8 @@ class Picker:
                     self._row(choice)
 
     def _row(self, choice: Choice) -> None:
-        with ui.element("button").classes("picker-row").props("type=button") as row:
+        # Arrow keys reach the rows; Tab leaves the field, as in other lists below a field.
+        with ui.element("button").classes("picker-row").props("type=button tabindex=-1") as row:
             text(choice.title, "b")
             text(choice.problem or choice.words)
         row.on("mousedown", js_handler=_KEEPS_FOCUS)
