@@ -11,11 +11,13 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import wraps
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import (
@@ -361,6 +363,48 @@ def find_model(model: Path, step: str = "best") -> ModelFiles:
     return ModelFiles(weights, base_weights, tokenizer, _trained(weights))
 
 
+@contextmanager
+def explained_deletion(weights: Path) -> Iterator[None]:
+    """Any error while a checkpoint is read becomes a UserError about its deletion, where a run deleted it meanwhile."""
+    try:
+        yield
+    except Exception as error:
+        if weights.parent.name != "checkpoints" or weights.is_dir():
+            raise
+        raise _deletion(weights) from error
+
+
+Source = TypeVar("Source", Path, ModelFiles)
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
+
+def explains_deletion(
+    reader: Callable[Concatenate[Source, P], Result],
+) -> Callable[Concatenate[Source, P], Result]:
+    """A function whose first argument is the model it reads, with `explained_deletion`."""
+
+    @wraps(reader)
+    def explaining(source: Source, /, *args: P.args, **kwargs: P.kwargs) -> Result:
+        weights = source.weights if isinstance(source, ModelFiles) else source
+        with explained_deletion(weights):
+            return reader(source, *args, **kwargs)
+
+    return explaining
+
+
+def _deletion(folder: Path) -> UserError:
+    """The error for a checkpoint that was deleted after its name was read."""
+    checkpoints = folder.parent
+    step = folder.name.rpartition("-")[2].lstrip("0") or "0"
+    left_steps = ", ".join(str(number) for number in saved_steps(checkpoints)) or "none"
+    return UserError(
+        f"the checkpoint of step {step} was deleted meanwhile; left: {left_steps}",
+        where=str(folder),
+        fix="run the command again with --step best or one of these; checkpoint.keep keeps more of them",
+    )
+
+
 def _trained(weights: Path) -> Trained | None:
     """How the run of a checkpoint trained, by its plan.json; None for other folders."""
     path = weights.parent.parent / "plan.json"
@@ -468,5 +512,7 @@ def model_folder(run_or_folder: Path, step: str = "best") -> Path:
 def _refuse_unsound(folder: Path, fix: str) -> None:
     """Raises UserError for a checkpoint that is damaged or from another run."""
     if problem := damage(folder):
+        if not folder.is_dir():
+            raise _deletion(folder)
         raise UserError(f"damaged checkpoint: {problem}", where=str(folder), fix=fix)
     refuse_other_run(folder)
