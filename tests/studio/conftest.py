@@ -60,9 +60,11 @@ def studio(folder: Path, chromium: Browser) -> Iterator[str]:
         yield url
 
 
-@pytest.fixture(autouse=True)
-def _may_download(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def _may_download() -> Iterator[None]:
     """Modules of other tests forbid it for their process as they are collected; New run then starts nothing that is to
-    be downloaded.
+    be downloaded. Of a module, before its studio begins.
     """
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("HF_HUB_OFFLINE", raising=False)
+        yield
