@@ -32,6 +32,9 @@ class Cost:
     loss: float | None = None
     learned: int | None = None  # labels that the step learned from, where the side counts them
     generation_seconds: float | None = None  # of the step, where it samples what it learns from
+    played: dict[str, float] | None = (
+        None  # calls and turns of an episode, where the step plays some
+    )
     children_bytes: int | None = None  # at their largest, of a step that was watched
 
 
@@ -76,10 +79,11 @@ class Pace:
         loss: float | None,
         learned: int | None = None,
         generation_seconds: float | None = None,
+        played: dict[str, float] | None = None,
     ) -> None:
         assert self.cost is not None, "a step was told of that never stopped"
         self.cost.loss, self.cost.learned = loss, learned
-        self.cost.generation_seconds = generation_seconds
+        self.cost.generation_seconds, self.cost.played = generation_seconds, played
         print(json.dumps(asdict(self.cost)), file=self.answers, flush=True)
         self.cost = None
 

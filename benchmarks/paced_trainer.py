@@ -24,12 +24,16 @@ SETTINGS = {
 
 
 class Paced(TrainerCallback):
-    """`learned`: how many labels the step before learned from, for who counts them; `generation_seconds`: of it."""
+    """`learned`: how many labels the step before learned from, for who counts them; `generation_seconds`: of it.
+
+    `played`: calls and turns of an episode, where it plays some.
+    """
 
     def __init__(self) -> None:
         self.pace = Pace()
         self.learned: Callable[[], int | None] = lambda: None
         self.generation_seconds: Callable[[], float | None] = lambda: None
+        self.played: Callable[[dict[str, float]], dict[str, float] | None] = lambda _logs: None
 
     def on_step_begin(self, *_args: object, **_kwargs: object) -> None:
         self.pace.begin()
@@ -39,7 +43,9 @@ class Paced(TrainerCallback):
 
     def on_log(self, *_args: object, logs: dict[str, float], **_kwargs: object) -> None:
         if "loss" in logs:
-            self.pace.tell(float(logs["loss"]), self.learned(), self.generation_seconds())
+            self.pace.tell(
+                float(logs["loss"]), self.learned(), self.generation_seconds(), self.played(logs)
+            )
 
 
 def train(trainer: Trainer) -> None:

@@ -135,10 +135,11 @@ def make_player(folder: Path) -> None:
         folder / "prompts.jsonl",
         [{"prompt": [{"role": "user", "content": "guess"}], "secret": n % 7} for n in range(280)],
     )
-    if (folder / "init").exists():
-        return
     with Tools(EpisodesPlan.of_environment(f"{folder}/games.py:Guess", max_turns=4)) as tools:
         schemas = list(tools.schemas)
+    (folder / "tools.json").write_text(json.dumps(schemas))
+    if (folder / "init").exists():
+        return
     dice = random.Random(0)
     # Both sides' prompts: transformers orders the keys of a schema another way, and so small a model minds.
     theirs = [get_json_schema(load_game(folder).guess)]
@@ -263,6 +264,8 @@ def measure(folder: Path, kind: str, *, all_forms: bool, rounds: int) -> str:
     for side in sides:
         rounds_text = " ".join(f"{step['cpu_seconds']:.1f}" for step in side.steps)
         lines.append(f"{side.name}: processor seconds by round {rounds_text}; {memory_of(side)}")
+        if side.watched["played"]:
+            lines.append(f"{side.name}: {work_of(side)}")
     ratio = quicker(ours, theirs, "cpu_seconds")
     memory = total_bytes(ours) / total_bytes(theirs)
     lines.append(
@@ -270,6 +273,16 @@ def measure(folder: Path, kind: str, *, all_forms: bool, rounds: int) -> str:
         f"{memory:.2f} of the memory (RSS with children)"
     )
     return f"{kind}: {json.dumps(COMMON | SETTINGS[kind])}\n" + "\n".join(lines) + "\n"
+
+
+def work_of(side: Side) -> str:
+    """What a side did, by round: sides whose work differs are not compared by their seconds."""
+    tokens = " ".join(str(step["learned"]) for step in side.steps)
+    turns, calls = (
+        " ".join(f"{step['played'][name]:.2f}" for step in side.steps)
+        for name in ("turns", "calls")
+    )
+    return f"turns of an episode by round {turns}; calls {calls}; sampled tokens of a step {tokens}"
 
 
 def total_bytes(side: Side) -> int:

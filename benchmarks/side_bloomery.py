@@ -23,6 +23,13 @@ def planned(folder: Path, overrides: list[str]) -> RunPlan:
     return resolve(loaded, gather(loaded, detect(), prepared=prepared))
 
 
+def played(metrics: dict[str, float]) -> dict[str, float] | None:
+    """Calls and turns of an episode, where the step plays some."""
+    if "tools/turns" not in metrics:
+        return None
+    return {"calls": metrics["tools/call_frequency"], "turns": metrics["tools/turns"]}
+
+
 def main() -> None:
     folder, overrides = Path(sys.argv[1]), sys.argv[2:]
     pace, plan = Pace(), planned(folder, overrides)
@@ -34,7 +41,7 @@ def main() -> None:
         nonlocal in_step
         if isinstance(event, StepDone):
             pace.stop()
-            pace.tell(event.loss, event.loss_tokens, event.rollout_seconds)
+            pace.tell(event.loss, event.loss_tokens, event.rollout_seconds, played(event.metrics))
             in_step = False
 
     def stop() -> bool:

@@ -1,7 +1,8 @@
 """TRL's GRPOTrainer or DistillationTrainer, paced: `side_rollouts.py FOLDER FORM MICRO_BATCH`.
 
 FOLDER holds `init/` (weights, tokenizer and chat template), `prompts.jsonl` and `bench.json` (the settings of both
-sides), and what the completions are judged by: `my_rewards.py`, `games.py` with an environment, or `teacher/`, as
+sides), and what the completions are judged by: `my_rewards.py`, `games.py` with an environment and `tools.json`
+with the schemas that the prompts show, or `teacher/`, as
 `bench.json` says (`judge`). All completions of a step are generated at once; MICRO_BATCH of them are trained on at
 once. FORM: `bf16` (autocast), `bf16-weights` (those that are frozen, too) or `fp32`. No recomputation; fused AdamW.
 """
@@ -24,10 +25,12 @@ from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer
 
 
 class Watch:
-    """Counts the tokens that a trainer generates, and the seconds that this takes."""
+    """Counts the tokens and turns that a trainer generates, and the seconds that this takes."""
 
-    def __init__(self) -> None:
+    def __init__(self, episodes: int) -> None:
+        self.episodes = episodes  # of a step
         self.generated = 0
+        self.turns = 0
         self.seconds = 0.0
 
     def over(self, trainer: Any, paced: Paced) -> Any:
@@ -40,11 +43,13 @@ class Watch:
             # With log-probabilities of each, where the trainer may need them.
             ids = answer[0] if isinstance(answer, tuple) else answer
             self.generated += sum(map(len, ids))
+            self.turns += len(ids)
             return answer
 
         trainer._generate_single_turn = watched
         paced.learned = self.take_generated
         paced.generation_seconds = self.take_seconds
+        paced.played = self.take_played
         return trainer
 
     def take_generated(self) -> int:
@@ -54,6 +59,12 @@ class Watch:
     def take_seconds(self) -> float:
         seconds, self.seconds = self.seconds, 0.0
         return seconds
+
+    def take_played(self, logs: dict[str, float]) -> dict[str, float] | None:
+        turns, self.turns = self.turns, 0
+        if "tools/call_frequency" not in logs:
+            return None
+        return {"calls": float(logs["tools/call_frequency"]), "turns": turns / self.episodes}
 
 
 def settings_of(place: str, asked: dict[str, Any], form: str, micro_batch: int) -> dict[str, Any]:
@@ -101,7 +112,11 @@ def trainer_of(
         from games import Guess
 
         args = GRPOConfig(**settings, max_tool_calling_iterations=asked["max_turns"] - 1)
-        return GRPOTrainer(environment_factory=Guess, args=args, **given)
+        trainer = GRPOTrainer(environment_factory=Guess, args=args, **given)
+        # The prompts of the other side: so small a model calls nothing where the schema reads another way.
+        shown = json.loads((folder / "tools.json").read_text())
+        trainer._env_tools = dict.fromkeys(trainer._env_tools, shown)
+        return trainer
     from my_rewards import share_of_e
 
     return GRPOTrainer(reward_funcs=share_of_e, args=GRPOConfig(**settings), **given)
@@ -114,7 +129,8 @@ def main() -> None:
     paced = Paced()
     with tempfile.TemporaryDirectory() as place:
         settings = settings_of(place, asked, form, micro_batch)
-        train(Watch().over(trainer_of(folder, asked, settings, form, paced), paced))
+        trainer = trainer_of(folder, asked, settings, form, paced)
+        train(Watch(asked["batch_size"]).over(trainer, paced))
 
 
 if __name__ == "__main__":
