@@ -122,6 +122,21 @@ async def compare_page(
             num_begun = await asyncio.to_thread(count_begun, folder)
             command = CommandView(commands, sweep)
             section = SweepSection(folder, commands)
+        view = None
+        if runs:
+            view = CompareView(commands, runs, problems, axis, sweep if folder is not None else "")
+            await view.update()
+        else:
+            for problem in problems:
+                note(problem, "bad")
+            if folder is None:
+                await _show_start(problems)
+
+        # Timers begin after the last await: with the first of them NiceGUI answers with what is there.
+        if view is not None:
+            update_every(UPDATE_SECONDS, view.update)
+            ui.timer(0, view.show_recipes, once=True)
+        if folder is not None and section is not None:
 
             async def update() -> None:
                 command.update()
@@ -132,16 +147,6 @@ async def compare_page(
 
             update_every(UPDATE_SECONDS, update)
             ui.timer(0, section.update, once=True)
-        if not runs:
-            for problem in problems:
-                note(problem, "bad")
-            if folder is None:
-                await _show_start(problems)
-            return
-        view = CompareView(commands, runs, problems, axis, sweep if folder is not None else "")
-        await view.update()
-        update_every(UPDATE_SECONDS, view.update)
-        ui.timer(0, view.show_recipes, once=True)
 
 
 def _sweep_of(name: str) -> tuple[Path | None, list[str], list[str]]:
