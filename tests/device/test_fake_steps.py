@@ -24,7 +24,7 @@ from bloomery.recipe.load import load_recipe
 from bloomery.simulate.kernels import FakeResults
 from bloomery.simulate.step import _batch
 from bloomery.train.objectives.build import build_objective
-from bloomery.train.objectives.distillation import meta_teacher
+from bloomery.train.objectives.teacher import meta_teacher
 from bloomery.train.optim.average import average_of
 from bloomery.train.optim.build import build_optimizer
 from bloomery.train.rl.rollout import RolloutSample, TokenTargets, pack

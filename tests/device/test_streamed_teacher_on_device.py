@@ -17,7 +17,7 @@ from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.parallel.transfers import CopyUnderWay
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.objectives import Distill
-from bloomery.train.objectives.distillation import TeacherPlan, load_teacher
+from bloomery.train.objectives.teacher import TeacherPlan, load_teacher
 from device_for_tests import MEMORY_LIMIT
 
 LAYERS = 6

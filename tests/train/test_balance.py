@@ -19,8 +19,9 @@ from bloomery.parallel.apply import apply
 from bloomery.plan.types import RouterPlan
 from bloomery.train import step as step_module
 from bloomery.train.balance import balance_loss
-from bloomery.train.objectives.build import Objective, pretraining
+from bloomery.train.objectives.build import pretraining
 from bloomery.train.objectives.losses import LossParts
+from bloomery.train.objectives.objective import Objective
 from bloomery.train.state import build_state
 from bloomery.train.step import ModelAndOptimizer, train_step
 

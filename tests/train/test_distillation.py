@@ -14,9 +14,10 @@ from bloomery.model.divergence import Divergence, DivergenceMeasure, Teacher
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.monitor.events import EvalDone, StepDone
 from bloomery.recipe.objectives import Distill
-from bloomery.train.objectives.build import build_objective, distillation
-from bloomery.train.objectives.distillation import TeacherPlan, meta_teacher, teacher_attention
+from bloomery.train.objectives.build import build_objective
+from bloomery.train.objectives.distillation import distillation
 from bloomery.train.objectives.losses import means
+from bloomery.train.objectives.teacher import TeacherPlan, meta_teacher, teacher_attention
 from bloomery.train.step import compute_loss, train_step
 from device_for_tests import DEVICE
 from models_for_tests import make_model

@@ -29,8 +29,9 @@ from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.heads import ScoreSettings
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.recipe.objectives import OnPolicyDistill
-from bloomery.train.objectives.build import Objective, Scoring, on_policy_head
+from bloomery.train.objectives.distillation import on_policy_head
 from bloomery.train.objectives.losses import on_policy_loss
+from bloomery.train.objectives.objective import Objective, Scoring
 from bloomery.train.rl.advantages import TokenAdvantages
 from bloomery.train.rl.policy_scores import LOGPS
 from bloomery.train.rl.ppo import PpoLoss, TokenRewarding

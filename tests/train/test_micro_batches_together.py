@@ -14,7 +14,7 @@ from bloomery.parallel.offload import offload_activations
 from bloomery.parallel.streamed import StreamedWeights
 from bloomery.plan.types import RouterPlan
 from bloomery.recipe.schema import Lora
-from bloomery.train.objectives.build import BaseScores
+from bloomery.train.objectives.objective import BaseScores
 from bloomery.train.state import build_state
 from bloomery.train.step import StepResult, train_step
 

@@ -14,8 +14,9 @@ from bloomery.plan import fallback as safer
 from bloomery.train import recover, set_up, state
 from bloomery.train.failures import Diverged
 from bloomery.train.loop import run
-from bloomery.train.objectives.build import Objective, pretraining
+from bloomery.train.objectives.build import pretraining
 from bloomery.train.objectives.losses import LossParts
+from bloomery.train.objectives.objective import Objective
 from bloomery.train.step import LossScale
 
 

@@ -21,8 +21,9 @@ from bloomery.model.divergence import DivergenceMeasure
 from bloomery.model.heads import ScoreSettings
 from bloomery.model.io.weights import fresh_decoder
 from bloomery.recipe.objectives import OnPolicyDistill
-from bloomery.train.objectives.build import Objective, Scoring, on_policy_head
+from bloomery.train.objectives.distillation import on_policy_head
 from bloomery.train.objectives.losses import means, on_policy_loss
+from bloomery.train.objectives.objective import Objective, Scoring
 from bloomery.train.step import compute_loss
 from ranks import fields, losses, on_ranks, train
 

@@ -19,7 +19,9 @@ from bloomery.model.heads import ScoreSettings
 from bloomery.parallel.mesh import SINGLE_RANK
 from bloomery.recipe.objectives import Grpo, OnPolicyDistill
 from bloomery.recipe.schema import Lora
-from bloomery.train.objectives.build import ObjectiveInputs, Scoring, on_policy_distill, policy
+from bloomery.train.objectives.distillation import on_policy_distill
+from bloomery.train.objectives.objective import ObjectiveInputs, Scoring
+from bloomery.train.objectives.policies import policy
 from bloomery.train.rl.rollout import Rollout, RolloutSample, pack, place_samples
 from bloomery.train.state import build_state
 from bloomery.train.step import compute_loss

@@ -20,7 +20,7 @@ from bloomery.model.configs import read_config
 from bloomery.model.io.stored import vision_tensors
 from bloomery.recipe.objectives import Distill, Kto, OrPo, Preference, Reward, Sft, SimPo
 from bloomery.recipe.schema import Lora, NoAdapter, Quantize
-from bloomery.train.objectives.distillation import teacher_vision
+from bloomery.train.objectives.teacher import teacher_vision
 from bloomery.train.state import build_state
 from pictures_for_tests import BLUE, RED, TEXT, prepared_rows, row, save_base
 from ranks import losses, on_ranks, train

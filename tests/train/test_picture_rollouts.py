@@ -26,7 +26,7 @@ from bloomery.plan.types import VisionPlan
 from bloomery.recipe.load import load_recipe
 from bloomery.recipe.rewards import ModelReward
 from bloomery.report.rewards import shown_completions
-from bloomery.train.objectives.build import batch_label_scores
+from bloomery.train.objectives.objective import batch_label_scores
 from bloomery.train.rl import rollout_source, sampler
 from bloomery.train.rl.rollout import RolloutSample, completion_span, pack
 from bloomery.train.rl.rollout_pictures import PromptReader, RolloutPictures

@@ -14,7 +14,7 @@ from bloomery.model.heads import ScoreSettings
 from bloomery.model.io.parameters import local
 from bloomery.parallel.process_group import join
 from bloomery.plan.types import RunPlan
-from bloomery.train.objectives.build import batch_label_scores
+from bloomery.train.objectives.objective import batch_label_scores
 from bloomery.train.objectives.reference_model import build_reference_model, stream_blocks
 from bloomery.train.state import build_state
 from models_for_tests import make_model

@@ -20,8 +20,9 @@ from bloomery.data.batch import Batch
 from bloomery.model.heads import ScoreSettings
 from bloomery.parallel.mesh import SINGLE_RANK
 from bloomery.recipe.objectives import Grpo, Rloo
-from bloomery.train.objectives.build import ObjectiveInputs, Scoring, policy
 from bloomery.train.objectives.losses import means
+from bloomery.train.objectives.objective import ObjectiveInputs, Scoring
+from bloomery.train.objectives.policies import policy
 from bloomery.train.rl.rollout import RolloutSample, pack
 from bloomery.train.step import compute_loss
 from ranks import fields, losses, on_ranks, train

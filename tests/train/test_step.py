@@ -9,8 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bloomery.data.batch import Batch
 from bloomery.model.native import find_compiler
 from bloomery.parallel.apply import apply
-from bloomery.train.objectives.build import Objective, pretraining
+from bloomery.train.objectives.build import pretraining
 from bloomery.train.objectives.losses import LossParts
+from bloomery.train.objectives.objective import Objective
 from bloomery.train.state import build_state
 from bloomery.train.step import LossScale, ModelAndOptimizer, clip_factor, global_norm, train_step
 

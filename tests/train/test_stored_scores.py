@@ -29,7 +29,7 @@ from bloomery.plan.resolve import resolve
 from bloomery.plan.store import begin, write_plan
 from bloomery.recipe.load import load_recipe
 from bloomery.recipe.objectives import Distill
-from bloomery.train.objectives.build import distillation, stored_distillation
+from bloomery.train.objectives.distillation import distillation, stored_distillation
 from bloomery.train.objectives.stored_scores import TOP_IDS, TOP_LOGPS
 from bloomery.train.set_up import fix_start
 from bloomery.train.step import compute_loss

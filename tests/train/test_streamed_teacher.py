@@ -9,7 +9,7 @@ from rollouts_for_tests import metrics, plan_of, write_recipe
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.parallel.streamed import StreamedWeights
-from bloomery.train.objectives.distillation import TeacherPlan, load_teacher
+from bloomery.train.objectives.teacher import TeacherPlan, load_teacher
 from ranks import fields, losses, train
 
 LAYERS = 5

@@ -24,7 +24,8 @@ from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.parallel.mesh import SINGLE_RANK
 from bloomery.recipe.load import load_recipe
 from bloomery.recipe.objectives import OnPolicyDistill
-from bloomery.train.objectives.build import ObjectiveInputs, Scoring, on_policy_distill
+from bloomery.train.objectives.distillation import on_policy_distill
+from bloomery.train.objectives.objective import ObjectiveInputs, Scoring
 from bloomery.train.rl.rollout import Rollout, RolloutSample, pack
 from bloomery.train.rl.teacher_prompts import TeacherPrompts
 from bloomery.train.rl.teacher_texts import TeacherTexts, teacher_texts
@@ -422,7 +423,7 @@ def test_tools_are_refused(recipe):
 
 
 def test_the_teacher_is_loaded_for_spans_alone(recipe):
-    from bloomery.train.objectives.distillation import TeacherPlan, load_teacher
+    from bloomery.train.objectives.teacher import TeacherPlan, load_teacher
 
     plan = TeacherPlan.of(plan_with(recipe))
     assert plan.aligns_texts

@@ -28,7 +28,8 @@ from bloomery.model.io.weights import quantized_weights
 from bloomery.plan.types import DataPlan, RunPlan
 from bloomery.recipe.objectives import Pretrain
 from bloomery.recipe.schema import Adapter, Lora, Quantize
-from bloomery.train.objectives.build import Objective, build_objective
+from bloomery.train.objectives.build import build_objective
+from bloomery.train.objectives.objective import Objective
 from bloomery.train.state import build_state
 from bloomery.train.step import ModelAndOptimizer
 

@@ -41,7 +41,7 @@ from bloomery.simulate.streamed import FakeStream
 from bloomery.simulate.tracker import MemoryTracker
 from bloomery.simulate.traffic import TrafficCounter
 from bloomery.train.objectives.build import build_objective, with_text_structure
-from bloomery.train.objectives.distillation import TeacherPlan, meta_teacher
+from bloomery.train.objectives.teacher import TeacherPlan, meta_teacher
 from bloomery.train.optim.average import average_of
 from bloomery.train.optim.build import build_optimizer
 from bloomery.train.state import empty_model

@@ -20,7 +20,7 @@ from bloomery.train.diagnostics.step_health import (
 )
 from bloomery.train.diagnostics.stragglers import Stragglers
 from bloomery.train.evaluation.answers import SamplePrompts
-from bloomery.train.objectives.build import Objective
+from bloomery.train.objectives.objective import Objective
 from bloomery.train.requests import StepRequests
 from bloomery.train.run_clock import Timer, fraction_done
 from bloomery.train.state import TrainState

@@ -25,7 +25,6 @@ from bloomery.plan.pipeline import order
 from bloomery.plan.types import TrainPlan
 from bloomery.train.balance import Loads, StepBalance, step_balance
 from bloomery.train.diagnostics.step_health import HealthCheck
-from bloomery.train.objectives.build import Objective
 from bloomery.train.objectives.losses import (
     LARGEST,
     LEAST,
@@ -33,6 +32,7 @@ from bloomery.train.objectives.losses import (
     joined_metrics,
     no_metric,
 )
+from bloomery.train.objectives.objective import Objective
 from bloomery.train.optim.average import WeightAverage
 from bloomery.train.optim.build import OptimizersContainer
 from bloomery.train.optim.common import float32_norm, scale_gradients

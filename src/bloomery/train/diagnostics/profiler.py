@@ -32,8 +32,8 @@ from bloomery.train.diagnostics.profile_request import (
     PROFILE_ASKED,
     requested_steps,
 )
-from bloomery.train.objectives.build import Objective
 from bloomery.train.objectives.losses import LossParts
+from bloomery.train.objectives.objective import Objective
 from bloomery.train.process import resident_gib
 from bloomery.train.step import ModelAndOptimizer
 

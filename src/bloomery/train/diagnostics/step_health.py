@@ -20,7 +20,7 @@ from bloomery.model.divergence import Divergence
 from bloomery.model.heads import LabelScores, ScoresAndValues
 from bloomery.model.io.parameters import local
 from bloomery.monitor.events import StepHealth
-from bloomery.train.objectives.build import Objective
+from bloomery.train.objectives.objective import Objective
 
 SAMPLE = 4096  # elements of each tensor: its root mean square to about 1%
 POSITIONS = 8192  # of a step whose labels are checked

@@ -25,8 +25,8 @@ from bloomery.plan.types import EvalPlan
 from bloomery.train.context import RunContext
 from bloomery.train.evaluation.answers import samples
 from bloomery.train.failures import Stopped
-from bloomery.train.objectives.build import Objective
 from bloomery.train.objectives.losses import joined_metrics, means
+from bloomery.train.objectives.objective import Objective
 from bloomery.train.recover import AllocationFailed, adopt_plan, attempt_with_kernels
 from bloomery.train.rl.rollout_source import HeldOutDivergence, HeldOutReward, RolloutSource
 from bloomery.train.step import compute_loss

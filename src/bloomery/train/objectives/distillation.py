@@ -1,320 +1,171 @@
-"""The teacher of a distillation: how it is loaded, and the head that compares the model with it."""
+"""Objectives of distillation: on the tokens of a dataset, and on completions that the model sampled."""
 
-import json
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
-from typing import Any, Literal, final
+from collections.abc import Callable
+from dataclasses import replace
 
-import torch
 from torch import Tensor
 
-from bloomery.core.errors import UserError
 from bloomery.data.batch import Batch
-from bloomery.data.pictures.encoder import VisionSource, saved_vision
-from bloomery.data.pictures.processor import PictureProcessor
-from bloomery.data.tokenizer.tokenizer import load_tokenizer
-from bloomery.facts.attention import missing_feature
-from bloomery.facts.config import ModelConfig
-from bloomery.facts.counting import smallest_window
-from bloomery.facts.limits import Dequantizer, refuse_teacher_length, refuse_teacher_tokenizer
-from bloomery.facts.pictures import Vision, vision_of
-from bloomery.hub import local_model
-from bloomery.infer.forward import (
-    borders_in,
-    eval_mode,
-    forward_all,
-    loss_positions_in,
-    matmul_dtype,
-    seen_pictures,
-    to_device,
-)
-from bloomery.model.adapters.lora import adapters_disabled
-from bloomery.model.configs import read_config
 from bloomery.model.decoder import Decoder
-from bloomery.model.divergence import Divergence, DivergenceMeasure, Teacher
-from bloomery.model.heads import HiddenRows
-from bloomery.model.io.weights import load_decoder, quantize_model
-from bloomery.model.transformers_backend import TransformersBackbone
-from bloomery.model.vision import load_tower
-from bloomery.parallel.streamed import StreamedWeights
-from bloomery.plan.types import HostPlacement, RunPlan
-from bloomery.recipe.objectives import ObjectiveSection, OwnTeacher, TeacherQuantize
-from bloomery.recipe.schema import Quantize
-from bloomery.train.rl.rollout import teacher_batch
+from bloomery.model.divergence import DivergenceMeasure
+from bloomery.model.heads import Head, ScoreSettings
+from bloomery.recipe.objectives import (
+    Distill,
+    GroupRollouts,
+    ObjectiveSection,
+    OnPolicyDistill,
+    RewardedRollouts,
+    Rollouts,
+)
+from bloomery.train.objectives.losses import LossParts, distillation_loss, on_policy_loss
+from bloomery.train.objectives.objective import (
+    Before,
+    Objective,
+    ObjectiveInputs,
+    Scoring,
+    count_loss_tokens,
+)
+from bloomery.train.objectives.stored_scores import StoredDivergence
+from bloomery.train.objectives.teacher import divergence_head, teacher_pass
+from bloomery.train.objectives.text_spans import (
+    SpanScores,
+    SpanTeacherPass,
+    count_aligned_tokens,
+    span_loss,
+)
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class TeacherPlan:
-    """What a run's teacher is, and what it computes with: the device, the precision and the sequences of the run.
-
-    `attention`: the run's backend, which the teacher takes if it supports the teacher. `aligns_texts`: it may have
-    another tokenizer.
-    """
-
-    folder: Path
-    prepared: Path
-    sequence_length: int
-    quantize: TeacherQuantize
-    quantized_by: Dequantizer
-    stream: Literal["off", "layers"]
-    stream_host: HostPlacement
-    is_packed: bool
-    attention: str
-    precision: str
-    device: str
-    aligns_texts: bool = False
-
-    @classmethod
-    def of(cls, plan: RunPlan) -> "TeacherPlan":
-        teacher = plan.objective.taught_by
-        assert teacher is not None, "the objective has a teacher"
-        return cls(
-            folder=local_model(teacher.model),
-            prepared=plan.data.prepared,
-            sequence_length=plan.data.sequence_length,
-            quantize=teacher.quantize,
-            quantized_by=plan.quantized_by,
-            stream=teacher.stream,
-            stream_host=plan.train.stream_host,
-            # A rollout packs completions as documents.
-            is_packed=plan.data.layout == "packed" or plan.objective.spec.samples,
-            attention=plan.model.attention,
-            precision=plan.train.precision,
-            device=plan.train.device,
-            aligns_texts=plan.aligns_texts,
-        )
-
-
-def load_teacher(plan: TeacherPlan) -> Decoder:
-    """The teacher on the run's device, in the dtype of its matmuls, or quantized; of a dataset with pictures with its
-    own tower.
-
-    Raises UserError when it cannot be read, its vocabulary differs from the dataset's, or it cannot see its pictures.
-    """
-    folder = plan.folder
-    if not plan.aligns_texts:
-        refuse_teacher_tokenizer(
-            load_tokenizer(folder), load_tokenizer(plan.prepared), where=str(folder)
-        )
-    attention = teacher_attention(read_config(folder), plan)
-    source = saved_vision(plan.prepared)
-    vision = None if source is None else teacher_vision(folder, source)
-    dtype = matmul_dtype(plan.precision)
-    form = _Form(plan.quantize, plan.quantized_by, plan.stream, plan.stream_host, plan.device)
-    return _load(folder, dtype, attention, form, vision)
-
-
-@lru_cache(maxsize=1)  # a replanned run keeps its teacher: two might not fit in memory
-def _load(
-    folder: Path,
-    dtype: torch.dtype,
-    attention: str,
-    form: "_Form",
-    vision: Vision | None,
-) -> Decoder:
-    device = form.device
-    teacher = load_decoder(
-        folder, dtype=dtype, device=device, attention=attention, arrange=form.arrange
+def distillation(settings: Distill, teacher: Decoder, *, chunk: int) -> Objective:
+    """Knowledge distillation with cross-entropy."""
+    measure = DivergenceMeasure("forward_kl", settings.temperature)
+    return Objective(
+        head=lambda batch: divergence_head(batch, teacher, measure, chunk=chunk),
+        loss=lambda output_4BT, batch: distillation_loss(
+            output_4BT, batch.loss_mask, kd_ratio=settings.kd_ratio, temperature=measure.temperature
+        ),
+        loss_unit="label",
     )
-    if vision is not None:
-        # float16 overflows in some towers.
-        tower_dtype = torch.float32 if dtype == torch.float16 else dtype
-        teacher.see(load_tower(vision, folder, dtype=tower_dtype, device=torch.device(device)))
-    return teacher.requires_grad_(False)
 
 
-@final
-@dataclass(frozen=True)
-class _Form:
-    """What a teacher's weights are like, and where they are."""
-
-    quantize: TeacherQuantize
-    quantized_by: Dequantizer
-    stream: Literal["off", "layers"] = "off"
-    stream_host: HostPlacement = "pinned"
-    device: str = "cpu"
-
-    def arrange(self, teacher: Decoder) -> None:
-        """In place, before the weights are read."""
-        teacher.requires_grad_(False)
-        if self.quantize != "none":
-            quantize_model(teacher, Quantize(kind=self.quantize), reader=self.quantized_by)
-        if self.stream == "layers":
-            if isinstance(teacher.model, TransformersBackbone):
-                raise UserError(
-                    "not supported: layers of transformers do not stream",
-                    where="objective.teacher_stream",
-                    fix="set objective.teacher_stream=off, or choose another teacher",
-                )
-            teacher.weight_stream = StreamedWeights(
-                teacher, torch.device(self.device), placement=self.stream_host
-            )
-
-
-def teacher_vision(folder: Path, source: VisionSource) -> Vision:
-    """What reads the pictures that a dataset was prepared with by `source`.
-
-    Raises UserError for a teacher that reads text alone, and for one whose own processor makes other numbers of them.
-    """
-    raw_config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    vision = vision_of(raw_config, where=str(folder))
-    if vision is None:
-        raise UserError(
-            "the teacher reads text alone, and the dataset has pictures",
-            where="objective.teacher",
-            fix="choose a vision-language model as the teacher, or remove the pictures",
-        )
-    is_alike = (
-        vision.kind == source.vision.kind
-        and vision.image_token_id == source.vision.image_token_id
-        and PictureProcessor(folder, vision).scaling
-        == PictureProcessor(Path(source.folder), source.vision).scaling
+def stored_distillation(settings: Distill, *, chunk: int) -> Objective:
+    """As `distillation`, from the scores of a file."""
+    return Objective(
+        head=lambda batch: StoredDivergence(batch, chunk),
+        loss=lambda output_2BT, batch: distillation_loss(
+            output_2BT, batch.loss_mask, kd_ratio=settings.kd_ratio, temperature=1.0
+        ),
+        loss_unit="label",
     )
-    if not is_alike:
-        raise UserError(
-            f"the teacher ({vision.kind}) reads pictures in another way than the model ({source.vision.kind})",
-            where="objective.teacher",
-            fix="choose a teacher of the model's own family",
-        )
-    return vision
 
 
-def meta_teacher(plan: TeacherPlan) -> Decoder:
-    """The teacher without weight values, in its dtype."""
-    config = read_config(plan.folder)
-    attention = teacher_attention(config, plan)
-    default_dtype = torch.get_default_dtype()
-    torch.set_default_dtype(matmul_dtype(plan.precision))
-    try:
-        teacher = Decoder(config, attention=attention).eval()
-        _Form(plan.quantize, plan.quantized_by).arrange(teacher)
-        return teacher
-    finally:
-        torch.set_default_dtype(default_dtype)
+def distill(inputs: ObjectiveInputs) -> Objective:
+    settings = inputs.objective
+    assert isinstance(settings, Distill)
+    if settings.teacher_scores is not None:
+        return stored_distillation(settings, chunk=inputs.scoring.settings.chunk)
+    teacher, before = teacher_of(inputs)
+    assert teacher is not None, "the labels are a dataset's: the model has nothing to tell itself"
+    objective = distillation(settings, teacher, chunk=inputs.scoring.settings.chunk)
+    return replace(objective, before=before)
 
 
-def teacher_attention(config: ModelConfig, plan: TeacherPlan) -> str:
-    """The run's attention backend if it supports the teacher, else blockwise, which supports everything.
-
-    Raises UserError when the sequences are longer than the teacher's learned positions.
-    """
-    length = plan.sequence_length
-    refuse_teacher_length(config, length, where=str(plan.folder))
-    window = smallest_window(config)
-    problem = missing_feature(
-        plan.attention,
-        device_type=plan.device,
-        packed=plan.is_packed,
-        window=window is not None and window < length,
-        softcap=config.attention_softcap is not None,
-        dropout=False,
-        sinks=config.attention_sinks,
+def on_policy_distill(inputs: ObjectiveInputs) -> Objective:
+    """The teacher scores completions that the model sampled, at the temperature at which it did."""
+    settings = inputs.objective
+    assert isinstance(settings, OnPolicyDistill)
+    teacher, before = teacher_of(inputs)
+    return Objective(
+        head=on_policy_head(settings, teacher, inputs.scoring, spans=inputs.aligns_texts),
+        loss=taught_loss(settings, inputs),
+        count=count_taught(inputs),
+        before=before,
+        loss_unit="label",
     )
-    return plan.attention if problem is None else "blockwise"
 
 
-# In extras of a batch: the teacher's last hidden states [N, S] at its loss tokens.
-TEACHER_HIDDEN = "teacher_hidden"
+def count_taught(inputs: ObjectiveInputs) -> Callable[[Batch], float]:
+    """How many tokens of a micro-batch a teacher of completions judges."""
+    return count_aligned_tokens if inputs.aligns_texts else count_loss_tokens
 
 
-@final
-@dataclass(frozen=True)
-class TeacherPass:
-    """Completes the micro-batches of a step with the hidden states of their teacher, `TEACHER_HIDDEN`.
-
-    The pass is before the step's own, without gradients and dropout. `teacher`: one whose layers stream; None for the
-    model itself, as it is (`live`) or without its adapter (`base`). `together`: micro-batches that share each load of
-    streamed weights; None: all of the step.
-    """
-
-    precision: str
-    teacher: Decoder | None = None
-    kind: OwnTeacher = "live"
-    together: int | None = None
-
-    def __call__(self, model: Decoder, batches: Sequence[Batch]) -> list[Batch]:
-        teacher = model if self.teacher is None else self.teacher
-        is_base = self.teacher is None and self.kind == "base"
-        together = len(batches) if self.together is None else self.together
-        rows = list[Tensor]()
-        with eval_mode(teacher), adapters_disabled(model) if is_base else nullcontext():
-            for start in range(0, len(batches), together):
-                group = [
-                    to_device(teacher_batch(batch), teacher.device)
-                    for batch in batches[start : start + together]
-                ]
-                heads = [HiddenRows(loss_positions_of(batch)) for batch in group]
-                outputs = forward_all(teacher, group, heads, precision=self.precision)
-                rows += [output.head for output in outputs]
-        return [
-            batch.with_extras(**{TEACHER_HIDDEN: rows_NS})
-            for batch, rows_NS in zip(batches, rows, strict=True)
-        ]
+def taught_loss(
+    settings: OnPolicyDistill | GroupRollouts, inputs: ObjectiveInputs
+) -> Callable[[Tensor, Batch], LossParts]:
+    """The divergence from the teacher, of the output of `on_policy_head`."""
+    if inputs.aligns_texts:
+        return lambda output_4BT, batch: span_loss(output_4BT, batch.loss_mask)
+    return lambda output_4BT, batch: on_policy_loss(
+        output_4BT, batch.loss_mask, sampled=settings.estimator == "sampled"
+    )
 
 
-def teacher_pass(
-    objective: ObjectiveSection, teacher: Decoder | None, *, precision: str, together: int
-) -> TeacherPass | None:
-    """The pass before a step of a model that is its own teacher, and of a teacher whose layers stream; None for one
-    that is on the device. `together`: micro-batches that share each load of the model's weights.
-    """
-    if objective.own_teacher is not None:
-        return TeacherPass(precision, kind=objective.own_teacher, together=together)
-    if teacher is not None and teacher.weight_stream is not None:
-        return TeacherPass(precision, teacher)
-    return None
+def teacher_of(inputs: ObjectiveInputs) -> tuple[Decoder | None, Before | None]:
+    """The teacher, None where the model is its own; and its pass before a step, where it has one."""
+    teacher = None if inputs.objective.own_teacher is not None else inputs.load_teacher()
+    before = before_of_teacher(
+        inputs.objective,
+        teacher,
+        inputs.scoring.settings,
+        precision=inputs.precision,
+        together=inputs.together,
+        spans=inputs.aligns_texts,
+    )
+    return teacher, before
 
 
-def loss_positions_of(batch: Batch) -> Tensor:
-    """Those of its loss mask; a device is asked where the batch does not have its places."""
-    positions = loss_positions_in(batch)
-    return batch.loss_mask.flatten().nonzero().squeeze(1) if positions is None else positions
-
-
-def divergence_head(
-    batch: Batch,
+def before_of_teacher(
+    objective: ObjectiveSection,
     teacher: Decoder | None,
-    measure: DivergenceMeasure,
+    settings: ScoreSettings,
     *,
-    chunk: int,
-    at_temperature: bool = False,
-    entropy: bool = False,
-    entropy_gradient: bool = False,
-) -> Divergence:
-    """The head of one micro-batch. The teacher's forward runs inside it, unless a `TeacherPass` has completed the
-    batch. `teacher`: None for the model itself.
-    """
-
-    def hidden_rows(_positions_N: Tensor) -> Tensor:
-        if TEACHER_HIDDEN in batch.extras:
-            return batch.extras[TEACHER_HIDDEN]
-        assert teacher is not None
-        read = teacher_batch(batch)
-        documents = None if teacher.model.backend == "sdpa" else read.documents
-        seen = seen_pictures(teacher, read)
-        of_pictures: dict[str, Any] = {} if seen is None else {"pictures": seen}
-        if read.axes is not None:
-            of_pictures["axes_3BT"] = read.axes
-        states: Tensor = teacher.model(
-            read.tokens, read.positions, documents, None, borders_in(read), **of_pictures
-        )
-        return states.flatten(0, 1)[loss_positions_of(read)]
-
-    teacher_of_batch = Teacher(hidden_rows)
-    if teacher is not None:
-        teacher_of_batch = Teacher(hidden_rows, teacher.lm_head, teacher.config.final_softcap)
-    return Divergence(
-        batch.labels,
-        batch.loss_mask,
-        chunk,
-        measure,
-        teacher_of_batch,
-        at_temperature,
-        loss_positions_in(batch),
-        entropy,
-        entropy_gradient,
+    precision: str,
+    together: int,
+    spans: bool,
+) -> Before | None:
+    """The teacher's pass before a step, where it has one. `spans`: it has another tokenizer."""
+    if not spans:
+        return teacher_pass(objective, teacher, precision=precision, together=together)
+    assert isinstance(objective, OnPolicyDistill | GroupRollouts) and teacher is not None
+    plain = ScoreSettings(
+        settings.chunk, operators=settings.operators, temperature=objective.temperature
     )
+    streams = teacher.weight_stream is not None
+    return SpanTeacherPass(teacher, plain, precision, together=None if streams else 1)
+
+
+def on_policy_head(
+    settings: OnPolicyDistill | GroupRollouts,
+    teacher: Decoder | None,
+    scoring: Scoring,
+    *,
+    spans: bool = False,
+) -> Callable[[Batch], Head]:
+    """The head of a micro-batch of completions, with entropies next to rewards. `teacher`: None where the model is its
+    own. `spans`: it has another tokenizer.
+    """
+    has_rewards = isinstance(settings, GroupRollouts)
+    if spans:
+        of_policy = policy_scoring(settings, scoring)
+        scores = replace(of_policy, settings=replace(of_policy.settings, entropy=has_rewards))
+        return lambda batch: SpanScores(scores.label_scores(batch), batch)
+    measure = DivergenceMeasure(settings.divergence, settings.temperature, settings.jsd_beta)
+    return lambda batch: divergence_head(
+        batch,
+        teacher,
+        measure,
+        chunk=scoring.settings.chunk,
+        at_temperature=True,
+        entropy=has_rewards,
+        entropy_gradient=isinstance(settings, GroupRollouts) and settings.entropy_coef > 0,
+    )
+
+
+def policy_scoring(settings: Rollouts, scoring: Scoring) -> Scoring:
+    """The head of both the loss and of scores before the first step of a rollout."""
+    score_settings = replace(
+        scoring.settings,
+        temperature=settings.temperature,
+        entropy=True,
+        entropy_gradient=isinstance(settings, RewardedRollouts) and settings.entropy_coef > 0,
+    )
+    return replace(scoring, settings=score_settings)

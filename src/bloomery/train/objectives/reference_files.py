@@ -17,7 +17,7 @@ from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.types import DataPlan
 from bloomery.train.batch_source import open_loader
 from bloomery.train.failures import Stopped
-from bloomery.train.objectives.build import batch_label_scores
+from bloomery.train.objectives.objective import batch_label_scores
 from bloomery.train.state import TrainState, restore
 
 REPORT_SECONDS = 1.0

@@ -13,7 +13,7 @@ from bloomery.infer.forward import eval_mode, forward_all
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import Head
 from bloomery.plan.types import TrainPlan
-from bloomery.train.objectives.build import Scoring, as_reference, in_groups
+from bloomery.train.objectives.objective import Scoring, as_reference, in_groups
 from bloomery.train.rl.rollout import (
     Complete,
     MicroBatchShape,

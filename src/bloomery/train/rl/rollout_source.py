@@ -37,13 +37,9 @@ from bloomery.recipe.objectives import (
     Rollouts,
 )
 from bloomery.train.batch_source import SourceInputs, StepBatches
-from bloomery.train.objectives.build import (
-    Scoring,
-    before_of_teacher,
-    on_policy_head,
-    policy_scoring,
-)
-from bloomery.train.objectives.distillation import TeacherPlan, load_teacher
+from bloomery.train.objectives.distillation import before_of_teacher, on_policy_head, policy_scoring
+from bloomery.train.objectives.objective import Scoring
+from bloomery.train.objectives.teacher import TeacherPlan, load_teacher
 from bloomery.train.rl.advantages import Advantages, advantages_of
 from bloomery.train.rl.episodes import EpisodeSampler
 from bloomery.train.rl.groups import SampledGroups, control_totals
