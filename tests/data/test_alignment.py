@@ -6,8 +6,8 @@ import pytest
 from chat_tokenizers import ours
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
-from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from bloomery.core.errors import UserError
 from bloomery.data.tokenizer.alignment import (
@@ -91,6 +91,38 @@ def test_a_normalization_ends_what_both_read(text, spelled):
     library.decoder = decoders.Fuse()
     tokenizer = Tokenizer(JsonBackend(json.loads(library.to_str()), "t", set()), {})
     assert bytes_of(tokenizer, continuing_ids(tokenizer, text)).decode() == spelled
+
+
+def with_runs_of_spaces() -> Tokenizer:
+    """As Gemma's: pieces of SentencePiece, with runs of its spaces and a control token among the added tokens."""
+    pieces = [*"ab\u2581x0.\n", "\u2581\u2581", "\u2581\u2581\u2581"]
+    library = Library(
+        models.BPE(
+            vocab={piece: number for number, piece in enumerate(pieces)},
+            merges=[("\u2581", "\u2581"), ("\u2581\u2581", "\u2581")],
+        )
+    )
+    library.normalizer = normalizers.Replace(" ", "\u2581")
+    library.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse()])
+    library.add_tokens([AddedToken(piece, normalized=False) for piece in pieces[-2:]])
+    library.add_special_tokens([AddedToken("<ab>", special=True)])
+    return Tokenizer(JsonBackend(json.loads(library.to_str()), "t", set()), {})
+
+
+def test_spaces_among_the_added_tokens_are_spaces():
+    tokenizer = with_runs_of_spaces()
+    text = "a   b  a"
+    ids = continuing_ids(tokenizer, text)
+    assert len(ids) == 5
+    assert bytes_of(tokenizer, ids) == tokenizer.decode(ids).encode() == text.encode()
+    assert tokenizer.token_bytes()[ids].tolist() == [1, 3, 1, 2, 1]
+    assert text_of(tokenizer, ids) == text
+
+
+def test_a_control_token_that_a_text_spells_out_ends_what_both_read():
+    """The student's letters would be the end of a turn to the teacher."""
+    tokenizer = with_runs_of_spaces()
+    assert bytes_of(tokenizer, continuing_ids(tokenizer, "ab <ab> a")) == b"ab "
 
 
 # Templates

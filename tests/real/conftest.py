@@ -1,15 +1,25 @@
-"""SmolLM2-135M-Instruct and 2,000 conversations, made once by scripts/smollm2.py and kept in the cache of the user."""
+"""SmolLM2-135M-Instruct, 2,000 conversations and published tokenizers, which scripts/smollm2.py and
+scripts/real_tokenizers.py make once; they are kept in the cache of the user.
+"""
 
 import json
 import os
 import runpy
 import subprocess
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+
 ROOT = Path(__file__).parents[2]
 CACHE = Path(os.environ.get("BLOOMERY_REAL_MODEL", Path.home() / ".cache" / "bloomery-real-model"))
+
+TOKENIZERS = Path(
+    os.environ.get("BLOOMERY_REAL_TOKENIZERS", Path.home() / ".cache" / "bloomery-real-tokenizers")
+)
 
 
 def found() -> bool:
@@ -30,6 +40,21 @@ def smollm2(request) -> Path:
     if not found():
         pytest.skip(f"no real model in {CACHE}: python scripts/smollm2.py {CACHE}")
     return CACHE
+
+
+@pytest.fixture(scope="session")
+def real_tokenizers() -> Callable[[str], Tokenizer]:
+    """The tokenizer of a family; a test without it is skipped."""
+
+    @cache
+    def of_family(family: str) -> Tokenizer:
+        if family == "smollm2" and found():
+            return load_tokenizer(CACHE / "model")
+        if not (TOKENIZERS / family).is_dir():
+            pytest.skip(f"no tokenizer {family}: python scripts/real_tokenizers.py {TOKENIZERS}")
+        return load_tokenizer(TOKENIZERS / family)
+
+    return of_family
 
 
 @pytest.fixture(scope="session")

@@ -47,7 +47,9 @@ def token_ends(tokenizer: Tokenizer, ids: Iterable[int]) -> list[int]:
 
 
 def continuing_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a text that follows another one, as far as they spell it: a normalization of Unicode may not."""
+    """The ids of a text that follows another one, as far as they spell it: a normalization of Unicode may not, and a
+    control token that the text spells out is none of its letters.
+    """
     for anchor in ANCHORS:
         anchor_ids = tokenizer.encode(anchor)
         ids = tokenizer.encode(anchor + text)
@@ -59,11 +61,12 @@ def continuing_ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _that_spell(tokenizer: Tokenizer, ids: list[int], content: bytes) -> list[int]:
-    """The first ids, as long as they spell these bytes."""
+    """The first ids, as long as they spell these bytes, and no control token: what follows one is another message."""
+    sizes = tokenizer.token_bytes()
     end = 0
     for number, id_ in enumerate(ids):
         spelled = tokenizer.spelled(id_)
-        if not content.startswith(spelled, end):
+        if not sizes[id_] or not content.startswith(spelled, end):
             return ids[:number]
         end += len(spelled)
     return ids

@@ -267,8 +267,8 @@ class JsonBackend:
         for token, index in vocab.items():
             entry = added.get(index)
             if entry is not None:
-                # A special token stands for no text; any other added token is written as it is.
-                sizes[index] = 0 if entry.get("special") else len(token.encode())
+                # A special token stands for no text.
+                sizes[index] = 0 if entry.get("special") else len(self._spelled_added(token))
             elif self._byte_level:
                 # Each byte is one character of GPT-2's alphabet.
                 sizes[index] = len(token)
@@ -283,8 +283,12 @@ class JsonBackend:
         if token is None:  # a row of the embedding without a token
             return b""
         if index in self._added_ids:
-            return token.encode()
+            return self._spelled_added(token)
         return bytes_of_letters(token) if self._byte_level else bytes_of_piece(token)
+
+    def _spelled_added(self, token: str) -> bytes:
+        """An added token is written as it is, but for the spaces of SentencePiece: Gemma adds runs of them."""
+        return (token if self._byte_level else token.replace("▁", " ")).encode()
 
     def id_of(self, token: str) -> int | None:
         index: int | None = self._plain.token_to_id(token)
