@@ -19,11 +19,26 @@ sys.path[:0] = [str(ROOT / place) for place in HELPERS]
 
 described = os.environ.get("BLOOMERY_SIMULATED", "")
 vendor = described.partition(",")[0].partition(":")[0]
+
+
+def is_for_another_device(file: Path) -> bool:
+    return not vendor or (file.name == "test_intel.py") != (vendor == "intel")
+
+
 collect_ignore = [
-    path.name
-    for path in Path(__file__).parent.glob("test_*.py")
-    if not vendor or (path.name == "test_intel.py") != (vendor == "intel")
+    path.name for path in Path(__file__).parent.glob("test_*.py") if is_for_another_device(path)
 ]
+
+
+def pytest_collect_file(file_path: Path) -> None:
+    """pytest collects a file that is named on its command line although it is ignored: tests would fail for no reason
+    that they name.
+    """
+    if file_path.name.startswith("test_") and is_for_another_device(file_path):
+        device = "--device intel,2,4 " if file_path.name == "test_intel.py" else ""
+        command = f"python tests/device/run.py {device}{file_path.relative_to(ROOT)}"
+        message = "this process lacks the simulated device that these tests need"
+        raise pytest.Collector.CollectError(f"{message}: {command}")
 
 
 @pytest.fixture(autouse=True)
