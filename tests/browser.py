@@ -50,7 +50,7 @@ SMALL_TARGETS = """(() => {
   for (const one of document.querySelectorAll(kinds)) {
     const style = getComputedStyle(one);
     const inText = one.tagName === "A" && style.display === "inline";
-    const scrolls = one.getAttribute("role") === "region" || one.querySelector("canvas, pre, table");
+    const scrolls = ["region", "log"].includes(one.getAttribute("role")) || one.querySelector("canvas, pre, table");
     const isHidden = !one.checkVisibility({visibilityProperty: true}) || one.closest("[aria-hidden=true]");
     if (isHidden || inText || scrolls) continue;
     const target = one.closest(".q-field__control, label:has(> input[type=checkbox])") ?? one;

@@ -22,6 +22,14 @@ pytestmark = [
     pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed"),
 ]
 FOCUSED = "document.activeElement.id || document.activeElement.className || document.activeElement.tagName"
+FORGET = """new Promise(done => {
+  const asked = indexedDB.open("bloomery-chat", 1);
+  asked.onsuccess = () => {
+    const change = asked.result.transaction("conversations", "readwrite");
+    change.objectStore("conversations").clear();
+    change.oncomplete = () => { asked.result.close(); done(); };
+  };
+})"""
 CONTRAST = """(() => {
   const canvas = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
   const rgba = (color) => {
@@ -63,11 +71,25 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         yield browser
 
 
+def again(browser: Browser, url: str) -> None:
+    """Leaves the page and comes back."""
+    browser.open("about:blank")
+    browser.open(url)
+
+
+def forget(browser: Browser) -> None:
+    """The conversations and settings that other tests have left in the browser."""
+    browser.value(FORGET)
+    again(browser, browser.value("location.href"))
+    browser.until("columns.length > 0")
+
+
 def opened(browser: Browser, server: Running, *, width: int = 1280, dark: bool = False) -> None:
     browser.problems.clear()
     browser.look(width=width, dark=dark)
     browser.open(server.url)
     browser.until("columns.length === 2")
+    forget(browser)
     browser.value("$('max_tokens').value = 20")
 
 
@@ -89,7 +111,7 @@ def test_a_conversation_by_keyboard_alone(browser: Browser, server: Running) -> 
     browser.press("Enter")
     answered(browser)
     assert browser.value("$('prompt').value") == ""
-    assert browser.value("columns.every((each) => each.turns.length === 2)")
+    assert browser.value("columns.every((each) => each.records.flatMap(messagesOf).length === 2)")
     reached = []
     for _ in range(40):  # every control is reached with Tab
         browser.press("Tab")
@@ -206,7 +228,7 @@ def test_a_thought_is_shown_before_the_answer_and_sent_back(
         browser.write("a")
         browser.press("Enter")
         answered(browser, 1)
-        thought = browser.value("columns[0].turns[1].reasoning_content")
+        thought = browser.value("columns[0].records.flatMap(messagesOf)[1].reasoning_content")
         fold = "document.querySelector('details.thought')"
         assert not browser.value(f"{fold}.open")
         assert browser.value(f"{fold}.querySelector('summary').textContent").startswith("Thought")
@@ -316,7 +338,7 @@ def test_calls_of_tools_are_folded_and_the_user_types_their_results(
         assert not browser.faults()
         browser.write("sunny")
         browser.value("document.querySelector('.results button').click()")
-        browser.until("!running && columns[0].turns.length === 4")
+        browser.until("!running && columns[0].records.flatMap(messagesOf).length === 4")
         call, result = browser.value("sent[1].messages.slice(-2)")
         assert result == {
             "role": "tool",
@@ -348,14 +370,14 @@ def test_calls_that_the_server_makes_are_folded_with_their_results(
         browser.open(server.url)
         browser.until("columns.length === 1")
         browser.value("$('prompt').value = 'What is 1 + 2?'; $('form').requestSubmit()")
-        browser.until("!running && columns[0].turns.length === 2")
+        browser.until("!running && columns[0].records.flatMap(messagesOf).length === 2")
         fold = "document.querySelector('details.call')"
         assert (
             browser.value(f"{fold}.querySelector('summary').textContent") == "Calls add(a: 1, b: 2)"
         )
         shown = browser.value(f"[...{fold}.querySelectorAll('pre')].map(pre => pre.textContent)")
         assert shown[1] == "3"
-        text = browser.value("columns[0].turns[1].content")
+        text = browser.value("columns[0].records.flatMap(messagesOf)[1].content")
         assert " ".join(text.split()) == "I add. It is 3."
         assert not browser.value("!!document.querySelector('.results')")
         assert browser.value("document.querySelectorAll('.error').length") == 0
@@ -390,7 +412,7 @@ def test_images_are_dropped_pasted_removed_and_sent(browser: Browser, seeing: Ru
     browser.press("Enter")
     answered(browser, 1)
     assert not browser.value("document.querySelectorAll('.error').length")
-    sent = browser.value("columns[0].turns[0].content.map((part) => part.type)")
+    sent = browser.value("columns[0].records.flatMap(messagesOf)[0].content.map((part) => part.type)")
     assert sent == ["image_url", "image_url", "text"]
     assert browser.value("document.querySelectorAll('.user img').length") == 2
     assert browser.value("pictures.length") == 0
@@ -407,7 +429,7 @@ def test_an_image_that_is_refused_can_be_removed(browser: Browser, seeing: Runni
     assert "image 2 is damaged" in browser.value("document.querySelector('.error').textContent")
     browser.click("document.querySelectorAll('#pictures button')[1]")
     browser.value("$('form').requestSubmit()")
-    browser.until("!running && columns[0].turns.length === 2")
+    browser.until("!running && columns[0].records.flatMap(messagesOf).length === 2")
 
 
 def test_a_model_that_reads_text_takes_no_image(browser: Browser, seeing: Running) -> None:
@@ -441,3 +463,84 @@ def test_views_with_images(
     browser.picture(kept / f"{name}.png")
     browser.give("$('prompt')", "dragover", red=png())
     browser.picture(kept / f"{name}-drop.png")
+
+
+def shown(browser: Browser) -> dict[str, object]:
+    """What a reader sees of the conversation and its settings."""
+    return browser.value(
+        """({
+          texts: [...document.querySelectorAll('.column')].map(one => one.querySelector('.log').innerText),
+          tokens: [...document.querySelectorAll('.tokens span')].map(one => [one.textContent, one.chances.length]),
+          asked: columns.map(one => JSON.stringify(one.records.flatMap(messagesOf))),
+          system: $('system').value, draft: $('prompt').value,
+        })"""
+    )
+
+
+def test_a_conversation_survives_a_reload_until_it_is_deleted(
+    browser: Browser, server: Running
+) -> None:
+    opened(browser, server)
+    browser.value("$('system').value = 'Be brief.'; $('prompt').focus()")
+    for text in ("def f", "def g"):
+        browser.write(text)
+        browser.press("Enter")
+        answered(browser, 2 if text == "def f" else 4)
+    browser.write("half a thou")
+    before = shown(browser)
+    assert before["tokens"]
+
+    again(browser, server.url)
+    browser.until("document.querySelectorAll('.facts').length === 4")
+    assert shown(browser) == before
+    browser.value("$('color').click(); document.querySelector('.tokens').focus()")
+    browser.press("ArrowRight")
+    assert "%" in browser.value("document.querySelector('.detail').textContent")
+
+    # One model alone has a conversation of its own.
+    browser.value("$('two').value = ''; $('two').dispatchEvent(new Event('change'))")
+    browser.until("columns.length === 1")
+    assert browser.value("columns[0].records.length") == 0
+    browser.value("$('two').value = 'other'; $('two').dispatchEvent(new Event('change'))")
+    browser.until("document.querySelectorAll('.facts').length === 4")
+
+    # Deleted, brought back, deleted for good.
+    browser.click("$('clear')")
+    browser.until("document.querySelectorAll('.facts').length === 0")
+    browser.click("[...document.querySelectorAll('button')].find(one => one.innerText.startsWith('Bring'))")
+    browser.until("document.querySelectorAll('.facts').length === 4")
+    assert shown(browser)["asked"] == before["asked"]
+    browser.click("$('clear')")
+    browser.until("document.querySelectorAll('.facts').length === 0")
+    again(browser, server.url)
+    browser.until("columns.length === 2")
+    assert browser.value("columns.flatMap(one => one.records)") == []
+    assert browser.value("$('system').value") == "Be brief."
+    assert not browser.problems, browser.problems
+
+
+def test_an_answer_that_is_left_before_its_end_is_kept_until_there(
+    browser: Browser, server: Running
+) -> None:
+    opened(browser, server)
+    browser.value("$('max_tokens').value = 100; $('prompt').focus()")
+    browser.write("x")
+    browser.press("Enter")
+    browser.until("running && columns[0].pending?.().tokens.length > 2")
+    again(browser, server.url)
+    browser.until("document.querySelectorAll('.facts').length === 2")
+    texts = browser.value("columns.map(one => one.records[0].whole.length)")
+    assert min(texts) > 0
+    facts = browser.value("document.querySelector('.facts').innerText")
+    assert "stopped" in facts or "fill the context" in facts
+
+
+def test_a_browser_without_a_place_for_conversations_says_so(
+    browser: Browser, server: Running
+) -> None:
+    opened(browser, server)
+    browser.value("kept.write = async () => null; $('prompt').focus()")
+    browser.write("x")
+    browser.press("Enter")
+    answered(browser)
+    browser.until("$('said').textContent.includes('no room')")
