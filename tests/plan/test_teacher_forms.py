@@ -7,6 +7,10 @@ from plan_help import gpu_machine, machine, planned
 
 from bloomery.core.errors import UserError
 from bloomery.core.units import GIB
+from bloomery.plan.estimate.mesh import MeshSplit
+from bloomery.plan.estimate.stages import stage_bytes
+from bloomery.plan.gather import facts_of
+from bloomery.plan.resolve import step_shape
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.schema import Recipe
 
@@ -30,6 +34,11 @@ def recipe(**keys):
         "train": {"max_steps": 150, "batch_size": 32},
     }
     return LoadedRecipe(Recipe.model_validate(sections), "pupil", {})
+
+
+def over_devices(loaded, **parallel):
+    changed = loaded.recipe.parallel.model_copy(update=parallel)
+    return replace(loaded, recipe=loaded.recipe.model_copy(update={"parallel": changed}))
 
 
 def reason_of(plan) -> str:
@@ -73,6 +82,76 @@ def test_a_host_without_room_is_refused():
     small = there.host.model_copy(update={"memory_free_bytes": 8 * GIB})
     with pytest.raises(UserError, match="of host memory"):
         planned(recipe(teacher_stream="layers"), there.model_copy(update={"host": small}))
+
+
+LAYOUTS = {
+    "copies": {"replicate": 4},
+    "shards": {"shard": 4},
+    "stages": {"pipeline": 2, "replicate": 2},
+    "shards of stages": {"pipeline": 2, "shard": 2},
+    "shared sequences": {"shard": 4, "context": 2},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_device_with_the_head_has_all_of_a_teacher(layout):
+    """Whatever the layout does to the model; and the hidden states of a step are those of its own completions."""
+    there = gpu_machine("MI300X")
+    host = there.host.model_copy(update={"memory_free_bytes": 256 * GIB})
+    there = there.model_copy(update={"host": host})
+    resident, streamed = (
+        planned(over_devices(recipe(teacher_stream=form), **LAYOUTS[layout]), there, gpus=4)
+        for form in ("off", "layers")
+    )
+    assert resident.memory.parts["teacher"] == pytest.approx(2 * PARAMETERS, rel=0.01)
+    assert "on the device 15.3 GiB" in reason_of(resident)
+
+    devices = 2 if "stages" in layout else 4
+    states = 2 * 32 * 512 * 4096 / devices
+    a_layer = 2 * (PARAMETERS - TABLES) / LAYERS
+    on_device = streamed.memory.parts["teacher"]
+    assert 2 * TABLES + 2 * a_layer + states <= on_device * 1.001
+    assert on_device <= 2 * TABLES + 4 * a_layer + states
+
+
+def test_the_last_stage_alone_has_a_teacher_and_fewer_layers():
+    """Its forward is that of eight billion parameters, the student's step that of a tenth."""
+    plan = planned(over_devices(recipe(), pipeline=2), gpu_machine("MI300X"), gpus=2)
+    first, last = plan.train.pipeline_layers
+    assert first > 3 * last
+    facts = facts_of(recipe(), gpu_machine("MI300X"), dataset=None)
+    step = step_shape(
+        recipe().recipe,
+        facts.model,
+        facts.profile,
+        facts.dataset,
+        facts.teacher,
+        precision="bfloat16",
+        attention="sdpa",
+    )
+    split = MeshSplit(pipeline=2, layers=(first, last))
+    assert "teacher" not in stage_bytes(step, split, 0)
+    assert stage_bytes(step, split, 1)["teacher"] == pytest.approx(2 * PARAMETERS, rel=0.01)
+
+
+def test_the_host_has_the_layers_once_for_each_device_with_the_head():
+    there = gpu_machine("MI300X")
+    room = there.model_copy(
+        update={"host": there.host.model_copy(update={"memory_free_bytes": 20 * GIB})}
+    )
+    streamed = recipe(teacher_stream="layers")
+    with pytest.raises(UserError, match="once for each of 4 devices"):
+        planned(over_devices(streamed, replicate=4), room, gpus=4)
+    planned(over_devices(streamed, pipeline=4), room, gpus=4)
+
+
+def test_a_teacher_that_cannot_share_sequences_is_named():
+    """Qwen3-0.6B and Qwen3-8B have eight key/value heads each, Qwen2.5-7B has four."""
+    small = recipe(teacher="Qwen/Qwen2.5-7B")
+    planned(over_devices(small, shard=8, context=4), gpu_machine("MI300X"), gpus=8)
+    with pytest.raises(UserError, match="the teacher cannot share sequences: 8 devices") as refused:
+        planned(over_devices(small, shard=8, context=8), gpu_machine("MI300X"), gpus=8)
+    assert refused.value.fix == "set parallel.context=4"
 
 
 def test_nothing_is_named_on_a_cpu():

@@ -48,12 +48,12 @@ def write_recipe(folder: Path, *edits: str) -> Path:
     return folder
 
 
-def write_teacher(folder: Path) -> Path:
-    """Another model than that of the recipe in `folder`, with the tokenizer of its dataset."""
+def write_teacher(folder: Path, *edits: str) -> Path:
+    """Another model than that of the recipe in `folder` with these edits, with the tokenizer of its dataset."""
     teacher = folder / "teacher"
     teacher.mkdir()
     load_tokenizer(folder / "prepared").save(teacher)
-    config = replace(plan_of(folder).model.config, num_layers=3, initializer_range=0.2)
+    config = replace(plan_of(folder, *edits).model.config, num_layers=3, initializer_range=0.2)
     write_model(model_state(fresh_decoder(config, seed=7)), config, teacher)
     return teacher
 

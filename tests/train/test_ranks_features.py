@@ -323,6 +323,7 @@ def folders(prepared, tmp_path_factory) -> dict[str, Path]:
         "base": tmp_path_factory.mktemp("base"),
         "teacher": tmp_path_factory.mktemp("teacher"),
         "base, shared": tmp_path_factory.mktemp("base"),
+        "teacher, shared": tmp_path_factory.mktemp("teacher"),
     }
     for kind in ("chat", "pairs", "kto"):
         made[kind] = write_answers(tmp_path_factory.mktemp(kind) / "prepared", prepared, kind)
@@ -331,14 +332,16 @@ def folders(prepared, tmp_path_factory) -> dict[str, Path]:
         ("base", CONFIG, 3),
         ("teacher", CONFIG, 7),
         ("base, shared", shared, 3),
+        ("teacher, shared", shared, 7),
     ):
         write_model(model_state(fresh_decoder(config, seed=seed)), config, made[name])
         load_tokenizer(prepared).save(made[name])
     made["prompts"] = write_prompts(tmp_path_factory.mktemp("prompts"))
     # Their tokenizer is another one.
-    made["teacher of prompts"] = tmp_path_factory.mktemp("teacher")
-    write_model(model_state(fresh_decoder(CONFIG, seed=7)), CONFIG, made["teacher of prompts"])
-    load_tokenizer(made["prompts"]).save(made["teacher of prompts"])
+    for name, config in (("teacher of prompts", CONFIG), ("teacher of prompts, shared", shared)):
+        made[name] = tmp_path_factory.mktemp("teacher")
+        write_model(model_state(fresh_decoder(config, seed=7)), config, made[name])
+        load_tokenizer(made["prompts"]).save(made[name])
     for kind in ("phi", "bloom"):
         made[kind] = tmp_path_factory.mktemp(kind)
         saved_model(kind, made[kind], vocab_size=300)
@@ -451,25 +454,26 @@ def plan_of(
             config = replace(config, transformers_backend=backend)
     if shares:
         config = replace(config, **TWO_KEY_HEADS)
+    suffix = ", shared" if shares else ""
     if changes.get("objective") == "distill":
         changes["objective"] = Distill(
-            kind="distill", teacher=str(folders["teacher"]), kd_ratio=0.5
+            kind="distill", teacher=str(folders[f"teacher{suffix}"]), kd_ratio=0.5
         )
     if changes.get("objective") == "on_policy_distill":
         changes["objective"] = OnPolicyDistill(
             kind="on_policy_distill",
-            teacher=str(folders["teacher of prompts"]),
+            teacher=str(folders[f"teacher of prompts{suffix}"]),
             max_completion_length=8,
         )
     if changes.get("objective") == "grpo with a teacher":
         changes["objective"] = Grpo(
             kind="grpo",
-            teacher=str(folders["teacher of prompts"]),
+            teacher=str(folders[f"teacher of prompts{suffix}"]),
             num_generations=2,
             max_completion_length=8,
         )
     if "adapter" in changes or foreign is not None:
-        sections["model"] = {"source": folders[foreign or ("base, shared" if shares else "base")]}
+        sections["model"] = {"source": folders[foreign or f"base{suffix}"]}
     return tiny_plan(folders[data], config=config, **sections).model_copy(update=changes)
 
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rollouts_for_tests import RECIPE, metrics, plan_of, write_recipe
+from safetensors.torch import load_file
 from test_distillation import logits, models
 from test_own_teacher import gradients
+from test_rollout_meshes import MODEL
 from test_step import batch
 from torch.testing import assert_close
 
@@ -147,7 +149,7 @@ def folder(tmp_path_factory):
     (teacher / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     )
-    config = replace(plan_of(folder).model.config, initializer_range=0.2, num_layers=3)
+    config = replace(plan_of(folder, *MODEL).model.config, initializer_range=0.2, num_layers=3)
     write_model(model_state(fresh_decoder(config, seed=7)), config, teacher)
     lines = [line for line in RECIPE.splitlines() if not line.startswith(("objective", "rewards"))]
     (folder / "distill.yaml").write_text("\n".join(lines))
@@ -254,19 +256,52 @@ def test_fewer_tokens_are_less_of_the_divergence(folder, tmp_path):
     assert 0 < first < metrics(train(distill_plan(folder), tmp_path / "all"))[1]["kl"]
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("case", ["resumed", "two ranks"])
-def test_runs_agree(folder, tmp_path, case):
+def test_a_stopped_and_resumed_run_equals_the_uninterrupted_one(folder, tmp_path):
     plan = distill_plan(folder)
     whole = train(plan, tmp_path / "whole")
-    if case == "two ranks":
-        both = train(on_ranks(plan, replicate=2), tmp_path / "both")
-        assert losses(both) == pytest.approx(losses(whole), rel=1e-5)
-        return
     run = tmp_path / "stopped"
     first = train(plan, run, stop_after=2)
     rest = train(plan, run, resume_from=run / "checkpoints" / "step-00000002")
     assert losses([*first, *rest]) == losses(whole)
+
+
+LAYOUTS = {
+    "two copies": {"replicate": 2},
+    "two stages": {"pipeline": 2},
+    "interleaved": {"pipeline": 2, "schedule": "interleaved", "chunks": 2},
+    "copies of stages": {"pipeline": 2, "replicate": 2},
+    "shards of stages": {"pipeline": 2, "shard": 2},
+    "shared sequences": {"replicate": 2, "context": 2},
+    "shared sequences of shards": {"shard": 4, "context": 2},
+}
+QUICK = ("two stages", "shared sequences")
+
+
+@pytest.mark.parametrize("teacher", ["stored", "live"])
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.soak]) for name in LAYOUTS],
+)
+def test_ranks_train_as_one(folder, tmp_path, layout, teacher):
+    plan = distill_plan(folder, *MODEL, scores="all.jsonl.scores" if teacher == "stored" else None)
+    # With the usual eps an update is the sign of a gradient, and of one of 1e-9 that of its rounding.
+    optimizer = plan.optimizer.model_copy(update={"eps": 1e-4})
+    plan = plan.model_copy(update={"optimizer": optimizer})
+    alone = train(plan, tmp_path / "alone")
+    several = train(on_ranks(plan, **LAYOUTS[layout]), tmp_path / "several")
+    assert losses(several) == pytest.approx(losses(alone), rel=1e-6)
+    for step, of_step in metrics(alone).items():
+        assert metrics(several)[step] == pytest.approx(of_step, rel=1e-5)
+    held_out, expected = (
+        [(event["loss"], event["metrics"]["kl"]) for event in fields(run, "EvalDone")]
+        for run in (several, alone)
+    )
+    assert held_out and np.allclose(held_out, expected, rtol=1e-5)
+    weights, expected_weights = (
+        load_file(tmp_path / run / "checkpoints" / "step-00000003" / "model.safetensors")
+        for run in ("several", "alone")
+    )
+    assert_close(weights, expected_weights, rtol=0, atol=1e-6)
 
 
 def test_a_sweep_scores_a_run_by_its_own_loss(folder, tmp_path):

@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -268,19 +269,20 @@ def test_a_checkpoint_keeps_what_the_teacher_reads(tokenizers):
 WRITTEN = "".join(map(chr, range(32, 127))) + "\n"
 
 
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory):
-    """A student of letters, and a teacher with merges of its own."""
-    folder = tmp_path_factory.mktemp("spans")
+def write_both(folder: Path, *edits: str) -> Path:
+    """A student of letters in a recipe with these edits, and a teacher with merges of its own."""
     student = letters_tokenizer("de", "x)", letters=WRITTEN, special=SPECIAL)
     student.save(folder / "student")
-    write_recipe(folder, f"tokenizer={{from: {folder / 'student'}}}")
+    write_recipe(folder, f"tokenizer={{from: {folder / 'student'}}}", *edits)
     merged = ("re", "f ", "ee", "  ", "qz")
     teacher = letters_tokenizer(*merged, letters="\n" + WRITTEN[:-1], special=SPECIAL)
     teacher.save(folder / "teacher")
     config = replace(
         plan_with(
-            folder, "objective.teacher=live", "objective.teacher_prompt_template='! {prompt}'"
+            folder,
+            "objective.teacher=live",
+            "objective.teacher_prompt_template='! {prompt}'",
+            *edits,
         ).model.config,
         num_layers=3,
         initializer_range=0.2,
@@ -288,6 +290,11 @@ def recipe(tmp_path_factory):
     )
     write_model(model_state(fresh_decoder(config, seed=7)), config, folder / "teacher")
     return folder
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    return write_both(tmp_path_factory.mktemp("spans"))
 
 
 def plan_with(folder, *edits):

@@ -661,8 +661,8 @@ class Decoder(nn.Module):
                 module.backend = backend
         self.decode_with_kernel(backend == "triton")
 
-    def share_sequences(self, exchange: SequenceExchange) -> None:
-        """From now on each forward without a cache has this rank's part of the tokens of its sequences.
+    def share_sequences(self, exchange: SequenceExchange | None) -> None:
+        """From now on each forward without a cache has this rank's part of the tokens of its sequences; None: all.
 
         A plan refuses it for layers with another mixer than attention.
         """

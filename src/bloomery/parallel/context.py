@@ -109,5 +109,4 @@ class _AllTokens(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
         mesh = context.mesh
-        own_part = gradient.chunk(mesh.context, -1)[mesh.context_rank]
-        return own_part * mesh.context, None
+        return mesh.own_tokens(gradient) * mesh.context, None

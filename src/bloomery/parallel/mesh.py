@@ -308,6 +308,10 @@ class Mesh:
             dist.all_gather(parts, part.contiguous(), group=self.context_group)
         return torch.cat(parts, -1)
 
+    def own_tokens(self, numbers: Tensor) -> Tensor:
+        """Of numbers of all tokens, which are their last axis, those of this rank's tokens."""
+        return numbers.chunk(self.context, -1)[self.context_rank]
+
     # ---- the ranks that divide the experts with this one
 
     @property

@@ -25,12 +25,12 @@ from bloomery.plan.estimate.fabric import (
     fabric_of,
 )
 from bloomery.plan.estimate.measured import StepEstimator
-from bloomery.plan.estimate.mesh import MeshSplit, mesh_memory, with_own_experts
+from bloomery.plan.estimate.mesh import MeshSplit, mesh_memory, on_device
 from bloomery.plan.estimate.speed import Rate, Work, step_parts, total, work_of
 from bloomery.plan.estimate.stages import fullest_stage_bytes
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import StepShape
-from bloomery.plan.estimate.stream_time import streamed_parts
+from bloomery.plan.estimate.stream_time import streamed_parts, with_teacher
 from bloomery.plan.estimate.streaming import passes_over
 from bloomery.plan.rollouts import RolloutMoments
 from bloomery.plan.types import Estimate, LayoutPlan, MemoryEstimate, ParallelPlan
@@ -179,12 +179,8 @@ class MeshWorkload:
         """The split with the number of layers of each group, where a pipeline has not been cut yet."""
         if split.pipeline == 1 or split.layers:
             return split
-        # Devices that divide the experts hold a share of them.
-        own_step = step
-        if split.expert > 1 and split.shard == 1:
-            own_step = with_own_experts(step, split.expert)
         return stages.cut_layers(
-            own_step,
+            on_device(step, split),
             split,
             self.stage_devices(split, step),
             vendor=self.vendor,
@@ -311,7 +307,9 @@ def _splits(workload: MeshWorkload, recipe: Recipe) -> Iterator[tuple[str, MeshS
             schedule=schedule if num_stages > 1 else "1f1b",
             chunks=chunks if num_stages > 1 else 1,
         )
-        refuse_context(recipe, model.config, split.replicate * split.shard)
+        refuse_context(
+            recipe, model.config, split.replicate * split.shard, teacher=workload.step.teacher
+        )
         refuse_divided_experts(
             recipe, model.config, devices=split.replicate * split.shard, shard=split.shard
         )
@@ -336,7 +334,7 @@ def _splits(workload: MeshWorkload, recipe: Recipe) -> Iterator[tuple[str, MeshS
         return
 
     # The recipe names no split: every one over all devices, without those that a feature of the recipe refuses.
-    refuse_context(recipe, model.config, fabric.devices)
+    refuse_context(recipe, model.config, fabric.devices, teacher=workload.step.teacher)
     refuse_divided_experts(recipe, model.config, devices=fabric.devices)
     refuse_unsupported(recipe, model.config, context=parallel.context)
     whole = MeshSplit(context=parallel.context, expert=parallel.expert)
@@ -435,14 +433,14 @@ def _plan_layout(
             workload.step,
             sequences_per_step=sequences,
             measure=workload.memory(split),
-            seconds=partial(_step_seconds, workload, split, sequences),
+            seconds=partial(step_seconds, workload, split, sequences),
             any_divisor=uneven,
             together=partial(
                 streaming.together,
                 recipe,
                 sequences=sequences,
                 measure=workload.memory(split),
-                seconds=partial(_step_seconds, workload, split, sequences),
+                seconds=partial(step_seconds, workload, split, sequences),
             ),
         )
         # The size of a pipeline's micro-batches follows from their number, which the reason names.
@@ -471,7 +469,7 @@ def _plan_layout(
     return best
 
 
-def _step_seconds(
+def step_seconds(
     workload: MeshWorkload, split: MeshSplit, sequences: int, step: StepShape
 ) -> float | None:
     """Of a step in these micro-batches; None where the device's speed is unknown."""
@@ -630,6 +628,16 @@ def layout_parts(
     computing = total(
         {name: part for name, part in parts.items() if name not in ("optimizer", "pipeline bubble")}
     )
+    if step.teacher_stream and workload.rate is not None and workload.host_link is not None:
+        # The ranks with the head load its layers, before the step's own pass over them.
+        tokens = sequences * step.sequence_length // split.context
+        rate = workload.rate
+        parts = with_teacher(
+            parts,
+            step,
+            workload.host_link,
+            lambda other_step: total(step_parts(work_of(other_step, tokens=tokens), rate)).value,
+        )
     passes = max(1, sequences // step.micro_batch_size)
     communication = communication_seconds(workload.fabric, split, step, sequences)
     parts["exposed communication"] = exposed_seconds(split, passes, computing.value, communication)

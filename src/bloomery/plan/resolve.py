@@ -4,7 +4,7 @@
 and resolves a recipe for this machine, with the local dataset.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -248,6 +248,7 @@ class _Step:
     objective: AnyObjective
     stream: Choice[Stream]
     stream_plan: StreamPlan | None
+    teacher_forms: tuple[teachers.TeacherForm, ...]
 
     @property
     def memory(self) -> MemoryEstimate:
@@ -275,6 +276,7 @@ class _Layout(NamedTuple):
     rollout: RolloutPlan | None
     stream: Choice[Stream]
     stream_plan: StreamPlan | None
+    teacher_forms: tuple[teachers.TeacherForm, ...]
 
 
 def _choose_step_and_reference(recipe: Recipe, facts: Facts, *, gpus: int, nodes: int) -> _Step:
@@ -354,6 +356,25 @@ def _choose_step(
         waiting = scale.sequences_per_step + read_ahead
         shape = replace(shape, pictures=replace(shape.pictures, waiting_sequences=waiting))
 
+    def forms_of(
+        step: StepShape,
+        measure: batch.Measure,
+        seconds: Callable[[StepShape], float | None],
+        devices: int,
+    ) -> tuple[teachers.TeacherForm, ...]:
+        """Those of the teacher, on GPUs: the memory of a CPU is the host's."""
+        if step.teacher is None or profile.accelerator is None:
+            return ()
+        return teachers.teacher_forms(
+            step,
+            measure=measure,
+            seconds=lambda form: (
+                None if form.teacher_stream and estimator.host_link is None else seconds(form)
+            ),
+            devices=devices,
+            states_tokens=most_loss_tokens(recipe),
+        )
+
     def choose_layout(sequences: int) -> _Layout:
         """Micro-batches, seconds and layouts of a step, with its rollout: on one device, or the best of those over
         several.
@@ -393,7 +414,17 @@ def _choose_step(
             choice, stream_plan = streaming.on_replicas(
                 recipe, estimator, best_step, step_tokens=best.sequences * length, per_node=gpus
             )
-            return _Layout(best.micro_batching, best.seconds, plan, rollout, choice, stream_plan)
+            sharing = best.split.replicate * best.split.shard
+            teachers.refuse_small_host(best_step, estimator, copies=min(gpus, sharing))
+            forms = forms_of(
+                best_step,
+                workload.memory(best.split),
+                partial(mesh.step_seconds, workload, best.split, best.sequences),
+                sharing,
+            )
+            return _Layout(
+                best.micro_batching, best.seconds, plan, rollout, choice, stream_plan, forms
+            )
         unsupported.refuse_context(recipe, config, 1)
 
         def estimated(step: StepShape) -> Estimate | None:
@@ -446,7 +477,8 @@ def _choose_step(
                 split=ONE_DEVICE,
                 step_seconds=seconds,
             )
-        return _Layout(micro_batching, seconds, None, rollout, stream, stream_plan)
+        forms = forms_of(step, peak, seconds_of, 1)
+        return _Layout(micro_batching, seconds, None, rollout, stream, stream_plan, forms)
 
     layout = choose_layout(scale.sequences_per_step)
 
@@ -458,7 +490,7 @@ def _choose_step(
         tokens = Choice(layout.micro_batching.step.tokens_per_micro_batch, reason)
         scale = lengths.scale_of(train.length, length, dataset, tokens.value)
         layout = choose_layout(scale.sequences_per_step)
-    micro_batching, seconds, parallel, rollout, stream, stream_plan = layout
+    micro_batching, seconds, parallel, rollout, stream, stream_plan, teacher_forms = layout
     if rollout is not None:
         seconds = speed.total(rollout.seconds) if rollout.seconds else None
     if stream_plan is not None:
@@ -492,6 +524,7 @@ def _choose_step(
         else recipe.objective.model_copy(update={"reference": reference}),
         stream=stream,
         stream_plan=stream_plan,
+        teacher_forms=teacher_forms,
     )
 
 
@@ -637,13 +670,7 @@ def _decisions(
             recipe, facts.model, known_vocabulary=facts.known_vocabulary, added=facts.new_tokens
         ),
         *objective_choices(recipe, facts.dataset, facts.teacher, step.reference),
-        *teachers.teacher_form_choice(
-            micro_batching.step,
-            StepEstimator.of(recipe, facts.machine, profile),
-            memory=step.memory,
-            step_tokens=step.tokens.value,
-            states_tokens=most_loss_tokens(recipe),
-        ),
+        *teachers.teacher_form_choice(micro_batching.step, step.teacher_forms),
         *vision_choices(recipe),
         *router_choices(recipe, config, accumulation=step.accumulation),
         *optimizer_choices.items(),

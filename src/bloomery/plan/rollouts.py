@@ -8,7 +8,7 @@ from bloomery.facts.counting import parameter_count
 from bloomery.plan.estimate import speed
 from bloomery.plan.estimate.fabric import Fabric, gather_seconds
 from bloomery.plan.estimate.measured import StepEstimator
-from bloomery.plan.estimate.mesh import ONE_DEVICE, MeshSplit, with_own_experts
+from bloomery.plan.estimate.mesh import ONE_DEVICE, MeshSplit, on_device
 from bloomery.plan.estimate.rollouts import (
     RolloutShape,
     completion_tokens_of,
@@ -18,7 +18,7 @@ from bloomery.plan.estimate.rollouts import (
     whole_copy_bytes,
     with_stored_rollout,
 )
-from bloomery.plan.estimate.stages import most_kept_bytes
+from bloomery.plan.estimate.stages import KEPT_PARTS, most_kept_bytes
 from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.gather import Facts
 from bloomery.plan.types import DatasetFacts, Estimate, MemoryEstimate, RolloutPlan, RunPlan
@@ -153,10 +153,10 @@ class RolloutMoments:
         training = with_stored_rollout(shape, step_memory)
         # The stage that needs most in a step may keep less than another one while both sample.
         if split.pipeline > 1:
-            own_step = step
-            if split.expert > 1 and split.shard == 1:
-                own_step = with_own_experts(step, split.expert)
-            parts = step_memory.parts | most_kept_bytes(own_step, split)
+            parts = {
+                name: size for name, size in step_memory.parts.items() if name not in KEPT_PARTS
+            }
+            parts |= most_kept_bytes(on_device(step, split), split)
             step_memory = step_memory.model_copy(update={"parts": parts})
         return training, sampling_memory(shape, step_memory)
 

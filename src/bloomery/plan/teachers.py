@@ -1,6 +1,6 @@
 """The forms that a teacher may have, their memory and time, and which is the fastest that fits. No torch."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -8,7 +8,7 @@ from bloomery.core import Choice
 from bloomery.core.errors import UserError
 from bloomery.core.units import format_bytes, format_seconds
 from bloomery.plan.estimate.measured import StepEstimator
-from bloomery.plan.estimate.speed import total
+from bloomery.plan.estimate.memory import teacher_parts
 from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.estimate.streaming import streamed_by_layer, teacher_shape
 from bloomery.plan.types import MemoryEstimate
@@ -36,18 +36,18 @@ class TeacherForm:
 
 def teacher_forms(
     step: StepShape,
-    estimator: StepEstimator,
     *,
-    memory: MemoryEstimate,
-    step_tokens: int,
+    measure: Callable[[StepShape], MemoryEstimate],
+    seconds: Callable[[StepShape], float | None],
+    devices: int,
     states_tokens: int,
 ) -> tuple[TeacherForm, ...]:
-    """On the device, streamed from the host, and on the device in 4 bits. `memory`: of the plan.
+    """On the device, streamed from the host, and on the device in 4 bits. `measure` and `seconds`: of a step in the
+    plan's layout, in which as many `devices` with the head share the tokens of a step.
 
     `states_tokens`: of a step, whose hidden states a teacher that streams gives before it.
     """
     forms = []
-    without_teacher = memory.total - memory.parts["teacher"]
     for name, edit, quantize, streams in (
         ("on the device", "teacher_stream=off", "none", False),
         ("streamed from the host", "teacher_stream=layers", "none", True),
@@ -59,16 +59,14 @@ def teacher_forms(
             teacher_stream=streams,
             teacher_tokens=states_tokens if streams else 0,
         )
-        device_bytes = estimator.memory(shape).parts["teacher"]
-        parts = estimator.step_parts(shape, step_tokens)
-        is_known = parts is not None and not (streams and estimator.host_link is None)
+        of_device = replace(shape, teacher_tokens=-(-shape.teacher_tokens // devices))
         forms.append(
             TeacherForm(
                 name,
                 f"objective.{edit}",
-                device_bytes,
-                total(parts).value if parts is not None and is_known else None,
-                without_teacher + device_bytes <= memory.limit,
+                teacher_parts(of_device)["teacher"],
+                seconds(shape),
+                measure(shape).fits,
                 quantize != "none",
             )
         )
@@ -82,19 +80,11 @@ def fastest(forms: tuple[TeacherForm, ...]) -> TeacherForm | None:
 
 
 def teacher_form_choice(
-    step: StepShape,
-    estimator: StepEstimator,
-    *,
-    memory: MemoryEstimate,
-    step_tokens: int,
-    states_tokens: int,
+    step: StepShape, forms: tuple[TeacherForm, ...]
 ) -> Iterator[tuple[str, Choice[str]]]:
-    """The forms of the teacher on this device, by memory and time. Nothing on a CPU, whose memory is the host's."""
-    if step.teacher is None or estimator.profile.accelerator is None:
+    """The forms of the teacher, by memory and time. Nothing without any."""
+    if not forms:
         return
-    forms = teacher_forms(
-        step, estimator, memory=memory, step_tokens=step_tokens, states_tokens=states_tokens
-    )
     best = fastest(forms)
     reason = "; ".join(map(str, forms))
     if best is not None:
@@ -103,15 +93,17 @@ def teacher_form_choice(
     yield "objective.teacher_stream", Choice(value, reason)
 
 
-def refuse_small_host(step: StepShape, estimator: StepEstimator) -> None:
-    """Raises UserError where the host has no room for a teacher that streams."""
+def refuse_small_host(step: StepShape, estimator: StepEstimator, *, copies: int = 1) -> None:
+    """Raises UserError where a host has no room for a teacher that streams. `copies`: each device has its own."""
     if step.teacher is None or not step.teacher_stream or estimator.profile.accelerator is None:
         return
-    needed = sum(streamed_by_layer(teacher_shape(step, step.teacher)))
+    needed = copies * sum(streamed_by_layer(teacher_shape(step, step.teacher)))
     free = estimator.machine.host.memory_free_bytes
     if needed > free:
+        of_each = f", once for each of {copies} devices" if copies > 1 else ""
         raise UserError(
-            f"the layers of the teacher need {format_bytes(needed)} of host memory, {format_bytes(free)} are free",
+            f"the layers of the teacher need {format_bytes(needed)} of host memory{of_each}, {format_bytes(free)} are"
+            " free",
             where="objective.teacher_stream=layers",
             fix="set objective.teacher_quantize=nf4, which streams a third of it, or choose a smaller teacher",
         )

@@ -726,8 +726,6 @@ TRANSFORMERS_LAYERS = "layers of transformers"
 # as in Gemma 4's small models
 SHARED_BY_LAYERS = "keys of another layer, inputs of each layer"
 ALL_PARAMETERS = "PEFT ranks and replaces whole matrices, and each device holds some rows of them"
-WHOLE_TEACHER = "the teacher is not cut into stages"
-TEACHER_READS_ALL = "the teacher reads whole sequences"
 WHOLE_TEXTS = "its loss is one per response, and each device has a part of the response"
 OTHER_ROWS = "each step exchanges other numbers of rows, and blocks would be compiled again"
 ALL_LAYERS = "PEFT needs a whole model, and each stage has some of its layers"
@@ -761,11 +759,8 @@ def _objective_features() -> Iterator[Feature]:
     for specs in alike.values():
         kinds = tuple(spec.kind for spec in specs)
         row = Feature(f"objective {', '.join(kinds)}", partial(_has_objective, kinds=kinds))
-        if specs[0].extra_forwards:
-            yield replace(row, pipeline=WHOLE_TEACHER, context=TEACHER_READS_ALL)
-        else:
-            is_shared = specs[0].samples or not specs[0].numbers_texts
-            yield replace(row, context="" if is_shared else WHOLE_TEXTS)
+        is_shared = specs[0].samples or not specs[0].numbers_texts
+        yield replace(row, context="" if is_shared else WHOLE_TEXTS)
 
 
 def _optimizer_features() -> Iterator[Feature]:
@@ -792,8 +787,6 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "objective.teacher, grpo, rloo",
         lambda r: isinstance(r.objective, GroupRollouts) and r.objective.teacher is not None,
-        pipeline=WHOLE_TEACHER,
-        context=TEACHER_READS_ALL,
     ),
     Feature("adapter lora", lambda r: _lora(r) is not None),
     Feature(
@@ -916,41 +909,56 @@ def refuse_unsupported(
             )
 
 
-def refuse_context(recipe: Recipe, config: ModelConfig, devices: int) -> None:
+def refuse_context(
+    recipe: Recipe, config: ModelConfig, devices: int, *, teacher: ModelConfig | None = None
+) -> None:
     """Raises UserError where the `devices` with copies or shards of the model cannot share sequences as the recipe
-    asks.
+    asks. `teacher`: another model, which reads them as well.
     """
     size = recipe.parallel.context
     if size == 1:
         return
     length = recipe.data.sequence_length
-    # Each device takes as many heads of every layer.
-    key_heads = math.gcd(*(layer.num_kv_heads for layer in layers(config)))
     problem = ""
     fix = "set parallel.context=1"
     if recipe.parallel.pipeline not in (1, "auto"):
         problem = "a pipeline does not share sequences between devices"
         fix = "set parallel.context=1, or parallel.pipeline=1"
-    elif mixers := {layer.mixer for layer in layers(config)} - {"attention"}:
-        # Only attention exchanges heads: other mixers read the tokens before theirs.
-        name = sorted(mixers)[0].replace("_", " ")
-        problem = f"each layer with a {name} reads whole sequences, which devices cannot share"
-        fix = "set parallel.context=1, and parallel.shard for memory"
-    elif config.attention_sinks:
-        problem = "devices that share sequences share heads, and not the sinks of their attention"
-        fix = "set parallel.context=1, and parallel.shard for memory"
     elif devices % size:
         problem = f"{counted(devices, 'devices')} cannot be divided into groups of {size:,} that share sequences"
         fix = f"set parallel.context={math.gcd(devices, size)}, or train on a multiple of {size:,}"
-    elif key_heads % size:
-        heads = counted(key_heads, "key/value heads")
-        problem = f"{size:,} devices cannot share the model's {heads}"
-        fix = f"set parallel.context={math.gcd(key_heads, size)}"
     elif length % size:
         problem = f"sequences of {length:,} tokens cannot be divided among {size:,} devices"
         fix = f"set data.sequence_length={-(-length // size) * size}"
+    else:
+        problem, fix = _unshared(config, size)
+        if not problem and teacher is not None:
+            problem, fix = _unshared(teacher, size)
+            if teacher.transformers_backend is not None:
+                problem = "its layers are those of transformers, which do not exchange heads"
+                fix = "set parallel.context=1, or choose a teacher with native layers"
+            problem = problem and f"the teacher cannot share sequences: {problem}"
     if problem:
         raise UserError(problem, where=f"parallel.context={size}", fix=fix, code=2)
+
+
+def _unshared(config: ModelConfig, size: int) -> tuple[str, str]:
+    """Why so many devices cannot share the sequences of a model, and what to set instead; "" where they can."""
+    # Each device takes as many heads of every layer.
+    key_heads = math.gcd(*(layer.num_kv_heads for layer in layers(config)))
+    mixers = {layer.mixer for layer in layers(config)} - {"attention"}
+    fix = "set parallel.context=1, and parallel.shard for memory"
+    if mixers:
+        # Only attention exchanges heads: other mixers read the tokens before theirs.
+        name = sorted(mixers)[0].replace("_", " ")
+        return f"each layer with a {name} reads whole sequences, which devices cannot share", fix
+    if config.attention_sinks:
+        return "devices that share sequences share heads, and not the sinks of their attention", fix
+    if key_heads % size:
+        heads = counted(key_heads, "key/value heads")
+        fix = f"set parallel.context={math.gcd(key_heads, size)}"
+        return f"{size:,} devices cannot share the model's {heads}", fix
+    return "", ""
 
 
 def refuse_divided_experts(

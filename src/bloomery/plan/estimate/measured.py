@@ -320,10 +320,9 @@ class StepEstimator:
         parts = corrected(parts, step, self.measurements, seconds=seconds)
         link = self.host_link
         if step.teacher_stream and link is not None:
-            untaught = seconds(replace(step, teacher=None, teacher_stream=False), tokens)
-            taught = seconds(step, tokens)
-            if untaught is not None and taught is not None:
-                parts = with_teacher(parts, step, link, taught - untaught)
+            parts = with_teacher(
+                parts, step, link, lambda other_step: seconds(other_step, tokens) or 0.0
+            )
         if step.stream == "off" or link is None:
             return parts
         work = work_of(step, tokens=tokens, clips=self.clips)

@@ -100,7 +100,15 @@ def tensor_bytes(step: StepShape) -> dict[str, float]:
     return tensors_at(step, max(all_moments, key=lambda moment: moment.total))
 
 
-def _teacher_bytes(teacher: ModelConfig, step: StepShape) -> float:
+def teacher_parts(step: StepShape) -> dict[str, float]:
+    """What a device with the head has of the teacher: its weights, and its hidden states where they are kept."""
+    teacher_bytes = 0.0 if step.teacher is None else _teacher_weight_bytes(step.teacher, step)
+    if step.teacher_width is not None:
+        teacher_bytes += step.teacher_tokens * step.teacher_width * step.element_bytes
+    return {"teacher": teacher_bytes} if teacher_bytes else {}
+
+
+def _teacher_weight_bytes(teacher: ModelConfig, step: StepShape) -> float:
     """All of it in the dtype of matmuls, or with quantized matrices. Of one that streams: its buffers, and all that is
     no layer.
     """
@@ -133,11 +141,7 @@ def tensors_at(step: StepShape, moment: StepMoment) -> dict[str, float]:
     )
     parts["activations"] = moment.activations
     parts["logits"] = moment.logits
-    if step.teacher is not None:
-        parts["teacher"] = _teacher_bytes(step.teacher, step)
-    if step.teacher_width is not None and step.teacher_tokens:
-        states = float(step.teacher_tokens * step.teacher_width * step.element_bytes)
-        parts["teacher"] = parts.get("teacher", 0.0) + states
+    parts |= teacher_parts(step)
     if step.pictures is not None:
         tower = TowerMemory(step, step.pictures)
         parts["optimizer"] += 0.0 if is_offloaded else tower.optimizer_bytes

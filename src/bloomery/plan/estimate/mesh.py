@@ -74,8 +74,7 @@ def mesh_memory(
 
     `stage_limits`: of unequal devices, instead of `limit`.
     """
-    if split.expert > 1 and split.shard == 1:
-        step = with_own_experts(step, split.expert)
+    step = on_device(step, split)
     if split.pipeline > 1:
         fullest, parts = fullest_stage_bytes(step, split, micro_batches, limits=stage_limits)
         if stage_limits:
@@ -87,7 +86,19 @@ def mesh_memory(
     return estimate_of(parts | mesh_overhead(split, vendor), limit=limit)
 
 
-def with_own_experts(step: StepShape, devices: int) -> StepShape:
+def on_device(step: StepShape, split: MeshSplit) -> StepShape:
+    """The step with what each device has of it: its share of the tokens whose teacher's states are kept, and of the
+    experts where devices divide them without shards.
+    """
+    if step.teacher_tokens:
+        devices = split.replicate * split.shard
+        step = replace(step, teacher_tokens=-(-step.teacher_tokens // devices))
+    if split.expert > 1 and split.shard == 1:
+        return _with_own_experts(step, split.expert)
+    return step
+
+
+def _with_own_experts(step: StepShape, devices: int) -> StepShape:
     """The step of a model with as many experts as each device has. It computes as many rows as it sends."""
     experts = step.config.experts
     assert experts is not None, "a plan refuses to divide what is no mixture"

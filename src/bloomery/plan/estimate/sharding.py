@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from bloomery.facts.counting import Shape, is_layer_matrix, is_of_experts
 from bloomery.facts.limits import storage_bytes
-from bloomery.plan.estimate.memory import overhead_bytes
+from bloomery.plan.estimate.memory import overhead_bytes, teacher_parts
 from bloomery.plan.estimate.moments import StepMoment, moments
 from bloomery.plan.estimate.reference import reference_bytes
 from bloomery.plan.estimate.states import TrainedLayer, ValuesByExperts
@@ -34,7 +34,8 @@ def sharded_bytes(step: StepShape, shards: int) -> dict[str, float]:
         "gathered layers": peak.copies,
         "temporaries": peak.temporaries,
     }
-    if step.pictures is not None:  # each rank has all that reads them
+    parts |= teacher_parts(step)  # each rank has all of it, and of its tower
+    if step.pictures is not None:
         tower = TowerMemory(step, step.pictures)
         parts["optimizer"] += 0.0 if step.mode.offload else tower.optimizer_bytes
         parts |= {"vision tower": tower.weight_bytes, "pictures": peak.pictures}

@@ -9,7 +9,7 @@ from typing import Protocol
 from bloomery.facts.config import ModelConfig, Stage
 from bloomery.model.adapters.settings import shares_head
 from bloomery.plan.estimate.activations import activation_bytes, end_bytes
-from bloomery.plan.estimate.memory import overhead_bytes
+from bloomery.plan.estimate.memory import overhead_bytes, teacher_parts
 from bloomery.plan.estimate.mode import TrainingMode
 from bloomery.plan.estimate.moments import StepMoment, kept_logit_bytes, moments
 from bloomery.plan.estimate.reference import reference_bytes
@@ -212,6 +212,8 @@ def _bytes_of(
         "gathered layers" if split.shard > 1 else "half-precision copies": peak.copies,
         "temporaries": peak.temporaries,
     }
+    if stage.model.has_head:  # where the teacher is, whole on each rank
+        parts |= teacher_parts(step)
     if step.reference != "none":
         of_stage = replace(step, model=stage.model)
         parts["reference model"] = reference_bytes(of_stage, shards=split.shard)
@@ -219,7 +221,7 @@ def _bytes_of(
 
 
 # What a stage keeps between steps.
-KEPT_PARTS = ("weights", "optimizer", "reference model")
+KEPT_PARTS = ("weights", "optimizer", "reference model", "teacher")
 
 
 def most_kept_bytes(step: StepShape, split: Stages) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """Seconds of a step whose weights stream: two queues, the device's kernels and the copies between it and the host."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from bloomery.facts.limits import STREAM_STAGED
@@ -152,12 +152,17 @@ def rates_to_device(step: StepShape, link: HostLink) -> tuple[float, float]:
 
 
 def with_teacher(
-    parts: Mapping[str, Estimate], step: StepShape, link: HostLink, forward_seconds: float
+    parts: Mapping[str, Estimate],
+    step: StepShape,
+    link: HostLink,
+    seconds: Callable[[StepShape], float],
 ) -> dict[str, Estimate]:
     """The parts of a step whose teacher streams once: what its layers take longer to arrive than to compute is waited
-    for. `forward_seconds`: of the teacher.
+    for. `seconds`: of a step with or without a teacher, on the device.
     """
     assert step.teacher is not None
+    untaught_step = replace(step, teacher=None, teacher_stream=False)
+    forward_seconds = seconds(step) - seconds(untaught_step)
     shape = teacher_shape(step, step.teacher)
     alone, _ = rates_to_device(shape, link)
     waiting = max(0.0, sum(streamed_by_layer(shape)) / alone - forward_seconds)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from types import MappingProxyType
 
@@ -30,7 +31,12 @@ from bloomery.train.objectives.objective import (
 from bloomery.train.objectives.pairs import kto, preference, reward, simple_preference
 from bloomery.train.objectives.policies import policy, proximal_policy
 from bloomery.train.objectives.stored_scores import TOP_IDS, TOP_LOGPS
-from bloomery.train.objectives.teacher import TeacherPlan, load_teacher
+from bloomery.train.objectives.teacher import (
+    TEACHER_HIDDEN,
+    TeacherPlan,
+    load_teacher,
+    teacher_of_rank,
+)
 from bloomery.train.rl.rollout import SPANS, TEACHER_SPANS
 
 
@@ -53,9 +59,6 @@ def build_objective(
         "copy",
     )
 
-    def teacher() -> Decoder:
-        return load_teacher(TeacherPlan.of(plan))
-
     inputs = ObjectiveInputs(
         plan.objective,
         plan.train.precision,
@@ -71,7 +74,7 @@ def build_objective(
         if scores_in_steps
         else None,
         mesh,
-        teacher,
+        partial(teacher_of_rank, plan, mesh, load_teacher),
         together,
         plan.aligns_texts,
     )
@@ -92,7 +95,7 @@ def of_whole_texts(objective: Objective, mesh: Mesh) -> Objective:
         scored_later = {
             name: mesh.all_gather_tokens(tensor) if tensor.ndim else tensor
             for name, tensor in batch.extras.items()
-            if name not in full_batch.extras
+            if name not in full_batch.extras and name != TEACHER_HIDDEN
         }
         parts = objective.loss(all_tokens(output, mesh), full_batch.with_extras(**scored_later))
         return LossParts(

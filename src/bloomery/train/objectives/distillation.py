@@ -9,6 +9,7 @@ from bloomery.data.batch import Batch
 from bloomery.model.decoder import Decoder
 from bloomery.model.divergence import DivergenceMeasure
 from bloomery.model.heads import Head, ScoreSettings
+from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.recipe.objectives import (
     Distill,
     GroupRollouts,
@@ -35,8 +36,8 @@ from bloomery.train.objectives.text_spans import (
 )
 
 
-def distillation(settings: Distill, teacher: Decoder, *, chunk: int) -> Objective:
-    """Knowledge distillation with cross-entropy."""
+def distillation(settings: Distill, teacher: Decoder | None, *, chunk: int) -> Objective:
+    """Knowledge distillation with cross-entropy. `teacher`: None on a stage without the head."""
     measure = DivergenceMeasure("forward_kl", settings.temperature)
     return Objective(
         head=lambda batch: divergence_head(batch, teacher, measure, chunk=chunk),
@@ -44,6 +45,7 @@ def distillation(settings: Distill, teacher: Decoder, *, chunk: int) -> Objectiv
             output_4BT, batch.loss_mask, kd_ratio=settings.kd_ratio, temperature=measure.temperature
         ),
         loss_unit="label",
+        rows=(4,),
     )
 
 
@@ -55,6 +57,7 @@ def stored_distillation(settings: Distill, *, chunk: int) -> Objective:
             output_2BT, batch.loss_mask, kd_ratio=settings.kd_ratio, temperature=1.0
         ),
         loss_unit="label",
+        rows=(2,),
     )
 
 
@@ -64,7 +67,6 @@ def distill(inputs: ObjectiveInputs) -> Objective:
     if settings.teacher_scores is not None:
         return stored_distillation(settings, chunk=inputs.scoring.settings.chunk)
     teacher, before = teacher_of(inputs)
-    assert teacher is not None, "the labels are a dataset's: the model has nothing to tell itself"
     objective = distillation(settings, teacher, chunk=inputs.scoring.settings.chunk)
     return replace(objective, before=before)
 
@@ -75,11 +77,14 @@ def on_policy_distill(inputs: ObjectiveInputs) -> Objective:
     assert isinstance(settings, OnPolicyDistill)
     teacher, before = teacher_of(inputs)
     return Objective(
-        head=on_policy_head(settings, teacher, inputs.scoring, spans=inputs.aligns_texts),
+        head=on_policy_head(
+            settings, teacher, inputs.scoring, spans=inputs.aligns_texts, mesh=inputs.mesh
+        ),
         loss=taught_loss(settings, inputs),
         count=count_taught(inputs),
         before=before,
         loss_unit="label",
+        rows=(4,),
     )
 
 
@@ -100,7 +105,9 @@ def taught_loss(
 
 
 def teacher_of(inputs: ObjectiveInputs) -> tuple[Decoder | None, Before | None]:
-    """The teacher, None where the model is its own; and its pass before a step, where it has one."""
+    """The teacher, None where the model is its own and on stages without the head; and its pass before a step, where it
+    has one.
+    """
     teacher = None if inputs.objective.own_teacher is not None else inputs.load_teacher()
     before = before_of_teacher(
         inputs.objective,
@@ -109,6 +116,7 @@ def teacher_of(inputs: ObjectiveInputs) -> tuple[Decoder | None, Before | None]:
         precision=inputs.precision,
         together=inputs.together,
         spans=inputs.aligns_texts,
+        mesh=inputs.mesh,
     )
     return teacher, before
 
@@ -121,16 +129,19 @@ def before_of_teacher(
     precision: str,
     together: int,
     spans: bool,
+    mesh: Mesh,
 ) -> Before | None:
     """The teacher's pass before a step, where it has one. `spans`: it has another tokenizer."""
     if not spans:
-        return teacher_pass(objective, teacher, precision=precision, together=together)
-    assert isinstance(objective, OnPolicyDistill | GroupRollouts) and teacher is not None
+        return teacher_pass(objective, teacher, precision=precision, together=together, mesh=mesh)
+    if teacher is None:
+        return None
+    assert isinstance(objective, OnPolicyDistill | GroupRollouts)
     plain = ScoreSettings(
         settings.chunk, operators=settings.operators, temperature=objective.temperature
     )
     streams = teacher.weight_stream is not None
-    return SpanTeacherPass(teacher, plain, precision, together=None if streams else 1)
+    return SpanTeacherPass(teacher, plain, precision, together=None if streams else 1, mesh=mesh)
 
 
 def on_policy_head(
@@ -139,15 +150,16 @@ def on_policy_head(
     scoring: Scoring,
     *,
     spans: bool = False,
+    mesh: Mesh = SINGLE_RANK,
 ) -> Callable[[Batch], Head]:
     """The head of a micro-batch of completions, with entropies next to rewards. `teacher`: None where the model is its
-    own. `spans`: it has another tokenizer.
+    own, and on stages without the head. `spans`: it has another tokenizer.
     """
     has_rewards = isinstance(settings, GroupRollouts)
     if spans:
         of_policy = policy_scoring(settings, scoring)
         scores = replace(of_policy, settings=replace(of_policy.settings, entropy=has_rewards))
-        return lambda batch: SpanScores(scores.label_scores(batch), batch)
+        return lambda batch: SpanScores(scores.label_scores(batch), batch, mesh)
     measure = DivergenceMeasure(settings.divergence, settings.temperature, settings.jsd_beta)
     return lambda batch: divergence_head(
         batch,
@@ -157,6 +169,7 @@ def on_policy_head(
         at_temperature=True,
         entropy=has_rewards,
         entropy_gradient=isinstance(settings, GroupRollouts) and settings.entropy_coef > 0,
+        mesh=mesh,
     )
 
 

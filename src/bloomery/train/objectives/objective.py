@@ -135,8 +135,8 @@ class BaseScores:
 class ObjectiveInputs:
     """What objectives are built from. `base_scores`: None where a file has the reference log-probabilities.
 
-    `load_teacher`: of a distillation alone. `together`: micro-batches that share each load of streamed weights.
-    `aligns_texts`: the teacher has another tokenizer.
+    `load_teacher`: of a distillation alone; None on a stage without the head. `together`: micro-batches that share each
+    load of streamed weights. `aligns_texts`: the teacher has another tokenizer.
     """
 
     objective: ObjectiveSection
@@ -144,7 +144,7 @@ class ObjectiveInputs:
     scoring: Scoring
     base_scores: BaseScores | None
     mesh: Mesh
-    load_teacher: Callable[[], Decoder]
+    load_teacher: Callable[[], Decoder | None]
     together: int = 1
     aligns_texts: bool = False
 

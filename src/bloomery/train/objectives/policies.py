@@ -77,7 +77,9 @@ def policy(inputs: ObjectiveInputs) -> Objective:
     further_terms: dict[str, tuple[float, Callable[[Batch], float]]] = {}
     if settings.teacher is not None:
         teacher, before_teacher = teacher_of(inputs)
-        head = on_policy_head(settings, teacher, inputs.scoring, spans=inputs.aligns_texts)
+        head = on_policy_head(
+            settings, teacher, inputs.scoring, spans=inputs.aligns_texts, mesh=mesh
+        )
         further_terms["teacher"] = (settings.teacher_kl_coef, count_taught(inputs))
     if settings.ce_coef:
         further_terms["ce"] = (settings.ce_coef, lambda batch: float(better_tokens(batch).sum()))
@@ -111,7 +113,7 @@ def policy(inputs: ObjectiveInputs) -> Objective:
         count=count,
         before=one_after_the_other(reference_scores, before_teacher, term_scales),
         loss_unit="completion",
-        rows=(2,),  # no teacher judges over stages
+        rows=(2,) if settings.teacher is None else (5,),
     )
 
 

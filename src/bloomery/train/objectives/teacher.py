@@ -1,7 +1,7 @@
 """The teacher of a distillation: how it is loaded, and the head that compares the model with it."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -39,10 +39,13 @@ from bloomery.model.heads import HiddenRows
 from bloomery.model.io.weights import load_decoder, quantize_model
 from bloomery.model.transformers_backend import TransformersBackbone
 from bloomery.model.vision import load_tower
+from bloomery.parallel.context import HeadExchange
+from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.parallel.streamed import StreamedWeights
 from bloomery.plan.types import HostPlacement, RunPlan
 from bloomery.recipe.objectives import ObjectiveSection, OwnTeacher, TeacherQuantize
 from bloomery.recipe.schema import Quantize
+from bloomery.train.objectives.objective import full_batch_of
 from bloomery.train.rl.rollout import teacher_batch
 
 
@@ -106,6 +109,19 @@ def load_teacher(plan: TeacherPlan) -> Decoder:
     dtype = matmul_dtype(plan.precision)
     form = _Form(plan.quantize, plan.quantized_by, plan.stream, plan.stream_host, plan.device)
     return _load(folder, dtype, attention, form, vision)
+
+
+def teacher_of_rank(
+    plan: RunPlan, mesh: Mesh, load: Callable[[TeacherPlan], Decoder] = load_teacher
+) -> Decoder | None:
+    """The teacher where the head is: the other stages of a pipeline have none. Ranks that share sequences share those
+    of the teacher as well.
+    """
+    if not mesh.last_stage:
+        return None
+    teacher = load(TeacherPlan.of(plan))
+    teacher.share_sequences(HeadExchange(mesh) if mesh.context > 1 else None)
+    return teacher
 
 
 @lru_cache(maxsize=1)  # a replanned run keeps its teacher: two might not fit in memory
@@ -228,44 +244,74 @@ class TeacherPass:
 
     The pass is before the step's own, without gradients and dropout. `teacher`: one whose layers stream; None for the
     model itself, as it is (`live`) or without its adapter (`base`). `together`: micro-batches that share each load of
-    streamed weights; None: all of the step.
+    streamed weights; None: all of the step. Stages of a pipeline without the head complete nothing.
     """
 
     precision: str
     teacher: Decoder | None = None
     kind: OwnTeacher = "live"
     together: int | None = None
+    mesh: Mesh = SINGLE_RANK
 
     def __call__(self, model: Decoder, batches: Sequence[Batch]) -> list[Batch]:
         teacher = model if self.teacher is None else self.teacher
         is_base = self.teacher is None and self.kind == "base"
         together = len(batches) if self.together is None else self.together
-        rows = list[Tensor]()
+        completed = list[Batch]()
         with eval_mode(teacher), adapters_disabled(model) if is_base else nullcontext():
             for start in range(0, len(batches), together):
-                group = [
-                    to_device(teacher_batch(batch), teacher.device)
-                    for batch in batches[start : start + together]
-                ]
-                heads = [HiddenRows(loss_positions_of(batch)) for batch in group]
-                outputs = forward_all(teacher, group, heads, precision=self.precision)
-                rows += [output.head for output in outputs]
-        return [
-            batch.with_extras(**{TEACHER_HIDDEN: rows_NS})
-            for batch, rows_NS in zip(batches, rows, strict=True)
-        ]
+                group = batches[start : start + together]
+                texts = [to_device(teacher_batch(batch), teacher.device) for batch in group]
+                heads = [HiddenRows(loss_positions_of(text)) for text in texts]
+                outputs = forward_all(teacher, texts, heads, precision=self.precision)
+                if not teacher.ends_here:
+                    completed += group
+                    continue
+                for batch, output in zip(group, outputs, strict=True):
+                    hidden_NS = own_rows(output.head, batch, self.mesh)
+                    completed.append(batch.with_extras(**{TEACHER_HIDDEN: hidden_NS}))
+        return completed
+
+
+def own_rows(hidden_NS: Tensor, batch: Batch, mesh: Mesh) -> Tensor:
+    """The teacher's hidden states at the loss tokens of `batch`, from those at the loss tokens of its `teacher_batch`.
+
+    With other prompts a completion is elsewhere in its sequence, so that ranks which share it have other parts of it:
+    all rows are gathered. Both batches of all tokens have their loss tokens in one order.
+    """
+    if mesh.context == 1 or "teacher_tokens" not in batch.extras:
+        return hidden_NS
+    device = hidden_NS.device
+    read = to_device(teacher_batch(batch), device)
+    flat_TS = hidden_NS.new_zeros(read.tokens.numel(), hidden_NS.shape[1])
+    flat_TS = flat_TS.index_copy(0, loss_positions_of(read), hidden_NS)
+    part_SBT = flat_TS.view(*read.tokens.shape, -1).permute(2, 0, 1)
+    all_SBT = mesh.all_gather_tokens(part_SBT)
+
+    full_batch = full_batch_of(batch)
+    is_read_BT = full_batch.extras["teacher_loss_mask"].to(device) != 0
+    is_own_BT = torch.zeros_like(is_read_BT)
+    is_own_BT.chunk(mesh.context, 1)[mesh.context_rank].fill_(True)
+    is_own_N = is_own_BT[full_batch.loss_mask.to(device) != 0]
+    return all_SBT[:, is_read_BT].T[is_own_N]
 
 
 def teacher_pass(
-    objective: ObjectiveSection, teacher: Decoder | None, *, precision: str, together: int
+    objective: ObjectiveSection,
+    teacher: Decoder | None,
+    *,
+    precision: str,
+    together: int,
+    mesh: Mesh = SINGLE_RANK,
 ) -> TeacherPass | None:
     """The pass before a step of a model that is its own teacher, and of a teacher whose layers stream; None for one
-    that is on the device. `together`: micro-batches that share each load of the model's weights.
+    that is on the device, and where there is none. `together`: micro-batches that share each load of the model's
+    weights.
     """
     if objective.own_teacher is not None:
-        return TeacherPass(precision, kind=objective.own_teacher, together=together)
+        return TeacherPass(precision, kind=objective.own_teacher, together=together, mesh=mesh)
     if teacher is not None and teacher.weight_stream is not None:
-        return TeacherPass(precision, teacher)
+        return TeacherPass(precision, teacher, mesh=mesh)
     return None
 
 
@@ -284,9 +330,10 @@ def divergence_head(
     at_temperature: bool = False,
     entropy: bool = False,
     entropy_gradient: bool = False,
+    mesh: Mesh = SINGLE_RANK,
 ) -> Divergence:
     """The head of one micro-batch. The teacher's forward runs inside it, unless a `TeacherPass` has completed the
-    batch. `teacher`: None for the model itself.
+    batch. `teacher`: None for the model itself, and on a stage without the head, which never runs it.
     """
 
     def hidden_rows(_positions_N: Tensor) -> Tensor:
@@ -294,7 +341,7 @@ def divergence_head(
             return batch.extras[TEACHER_HIDDEN]
         assert teacher is not None
         read = teacher_batch(batch)
-        documents = None if teacher.model.backend == "sdpa" else read.documents
+        documents = None if teacher.model.backend == "sdpa" else read.attended_documents
         seen = seen_pictures(teacher, read)
         of_pictures: dict[str, Any] = {} if seen is None else {"pictures": seen}
         if read.axes is not None:
@@ -302,7 +349,7 @@ def divergence_head(
         states: Tensor = teacher.model(
             read.tokens, read.positions, documents, None, borders_in(read), **of_pictures
         )
-        return states.flatten(0, 1)[loss_positions_of(read)]
+        return own_rows(states.flatten(0, 1)[loss_positions_of(read)], batch, mesh)
 
     teacher_of_batch = Teacher(hidden_rows)
     if teacher is not None:

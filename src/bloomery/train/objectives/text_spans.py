@@ -18,6 +18,7 @@ from bloomery.data.batch import Batch
 from bloomery.infer.forward import eval_mode, forward_all, loss_positions_in, to_device
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import LabelScores, ScoreSettings
+from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.train.objectives.losses import LossParts, sum_and_count
 from bloomery.train.rl.rollout import SPANS, TEACHER_SPANS, teacher_batch
 
@@ -41,6 +42,7 @@ class SpanTeacherPass:
     settings: ScoreSettings
     precision: str
     together: int | None = 1
+    mesh: Mesh = SINGLE_RANK
 
     def __call__(self, model: Decoder, batches: Sequence[Batch]) -> list[Batch]:
         del model
@@ -57,10 +59,14 @@ class SpanTeacherPass:
                 ]
                 outputs = forward_all(self.teacher, texts, heads, precision=self.precision)
                 for batch, output in zip(group, outputs, strict=True):
-                    spans_BT = batch.extras[SPANS].to(device)
-                    sums = span_sums(output.head, batch.extras[TEACHER_SPANS].to(device))
+                    # A span may be on two of the ranks that share its sequence.
+                    full_batch = batch.full_batch or batch
+                    spans_BT = full_batch.extras[SPANS].to(device)
+                    teacher_spans_BT = full_batch.extras[TEACHER_SPANS].to(device)
+                    scores_BT = self.mesh.all_gather_tokens(output.head)
+                    logps_BT = at_tokens(span_sums(scores_BT, teacher_spans_BT), spans_BT)
                     completed.append(
-                        batch.with_extras(**{TEACHER_SPAN_LOGPS: at_tokens(sums, spans_BT)})
+                        batch.with_extras(**{TEACHER_SPAN_LOGPS: self.mesh.own_tokens(logps_BT)})
                     )
         return completed
 
@@ -90,6 +96,7 @@ class SpanScores:
 
     scores: LabelScores
     batch: Batch
+    mesh: Mesh = SINGLE_RANK
 
     def __call__(self, hidden_BTD: Tensor, output: nn.Linear, softcap: float | None) -> Tensor:
         results = self.scores(hidden_BTD, output, softcap)
@@ -99,11 +106,16 @@ class SpanScores:
             scores_BT = results[0]
             entropies = [results[1]]
         with torch.no_grad():
-            # A span has its tokens' loss or none.
-            spans_BT = torch.where(self.batch.loss_mask != 0, self.batch.extras[SPANS], -1)
-            is_aligned_BT = (spans_BT >= 0).to(scores_BT.dtype)
-            logps_BT = at_tokens(span_sums(scores_BT, spans_BT), spans_BT)
-            lengths_BT = at_tokens(span_sums(is_aligned_BT, spans_BT), spans_BT)
+            # A span has its tokens' loss or none; its tokens may be on two of the ranks that share a sequence.
+            full_batch = self.batch.full_batch or self.batch
+            spans_BT = torch.where(full_batch.loss_mask != 0, full_batch.extras[SPANS], -1)
+            in_span_BT = (spans_BT >= 0).to(scores_BT.dtype)
+            all_scores_BT = self.mesh.all_gather_tokens(scores_BT)
+            all_logps_BT = at_tokens(span_sums(all_scores_BT, spans_BT), spans_BT)
+            all_lengths_BT = at_tokens(span_sums(in_span_BT, spans_BT), spans_BT)
+            is_aligned_BT, logps_BT, lengths_BT = map(
+                self.mesh.own_tokens, (in_span_BT, all_logps_BT, all_lengths_BT)
+            )
             ratios_BT = is_aligned_BT * (logps_BT - self.batch.extras[TEACHER_SPAN_LOGPS])
             shares_BT = ratios_BT / lengths_BT.clamp(min=1)
         return torch.stack([scores_BT, shares_BT, ratios_BT, is_aligned_BT, *entropies])

@@ -482,7 +482,10 @@ def teacher_batch(batch: Batch) -> Batch:
         batch.extras[f"teacher_{name}"]
         for name in ("tokens", "labels", "loss_mask", "positions", "documents")
     )
-    return Batch(tokens, labels, loss_mask, positions, documents)
+    whole_documents = None
+    if batch.full_batch is not None:
+        whole_documents = batch.full_batch.extras["teacher_documents"]
+    return Batch(tokens, labels, loss_mask, positions, documents, whole_documents=whole_documents)
 
 
 def completion_span(sample: RolloutSample, place: SamplePlace) -> slice:

@@ -39,7 +39,7 @@ from bloomery.recipe.objectives import (
 from bloomery.train.batch_source import SourceInputs, StepBatches
 from bloomery.train.objectives.distillation import before_of_teacher, on_policy_head, policy_scoring
 from bloomery.train.objectives.objective import Scoring
-from bloomery.train.objectives.teacher import TeacherPlan, load_teacher
+from bloomery.train.objectives.teacher import TeacherPlan, teacher_of_rank
 from bloomery.train.rl.advantages import Advantages, advantages_of
 from bloomery.train.rl.episodes import EpisodeSampler
 from bloomery.train.rl.groups import SampledGroups, control_totals
@@ -546,8 +546,8 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
     if isinstance(objective, OnPolicyDistill | GroupRollouts) and objective.teacher is not None:
         own = objective.own_teacher
         # The step has loaded the teacher: this is the same one.
-        teacher = None if own is not None else load_teacher(TeacherPlan.of(plan))
-        head = on_policy_head(objective, teacher, scoring, spans=plan.aligns_texts)
+        teacher = None if own is not None else teacher_of_rank(plan, mesh)
+        head = on_policy_head(objective, teacher, scoring, spans=plan.aligns_texts, mesh=mesh)
         seen = RolloutPictures(plan.data.prepared, held_out)
         before = before_of_teacher(
             objective,
@@ -556,6 +556,7 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
             precision=plan.train.precision,
             together=plan.train.stream_micro_batches,
             spans=plan.aligns_texts,
+            mesh=mesh,
         )
         taught = PolicyScores(inputs.state, head, None, plan.train, seen, before)
         teacher_tokenizer = inputs.tokenizer
