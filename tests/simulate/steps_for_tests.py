@@ -10,18 +10,16 @@ from memory_tracker import peak_bytes
 from plan_help import loaded, machine, planned
 
 from bloomery.data.batch import Batch
-from bloomery.model.configs import known_config
 from bloomery.model.io.parameters import local
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.parallel.process_group import join
-from bloomery.plan.choices import teacher_streams, teacher_tokens
+from bloomery.plan.choices import teacher_of, teacher_streams, teacher_tokens
 from bloomery.plan.estimate.memory import tensor_bytes
 from bloomery.plan.estimate.mesh import ONE_DEVICE, MeshSplit, mesh_memory
 from bloomery.plan.estimate.stages import stage_bytes
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.types import NOT_TENSORS, LayoutPlan, RunPlan
-from bloomery.recipe.objectives import Distill
 from bloomery.simulate.step import simulated_stage, simulated_step
 from bloomery.train.objectives.build import pretraining
 from bloomery.train.state import build_state
@@ -111,9 +109,7 @@ def load_of(plan: RunPlan) -> StepShape:
         offload_activations=train.offload_activations,
         stream=train.stream,
         stream_micro_batches=train.stream_micro_batches,
-        teacher=known_config(plan.objective.teacher)
-        if isinstance(plan.objective, Distill)
-        else None,
+        teacher=teacher_of(plan),
         teacher_stream=teacher_streams(plan),
         teacher_tokens=teacher_tokens(plan),
     )

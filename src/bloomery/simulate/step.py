@@ -10,6 +10,7 @@ type of a device, the simulation hands in what that device has: operators of att
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import NamedTuple, final
 
 import torch
@@ -86,19 +87,11 @@ def simulated_step(
             model_and_optimizer.model.share_sequences(HeadExchange(sharers))
         num_batches = min(2 * plan.train.stream_micro_batches, plan.train.accumulation)
         batches = [_batch(plan) for _ in range(num_batches)]
-        teacher = None
-        if (taught_by := plan.objective.taught_by) is not None:
-            teacher = meta_teacher(TeacherPlan.of(plan))
-            if taught_by.stream == "layers":
-                stream = FakeStream(teacher, tracker)
-                teacher.weight_stream = stream
-                tracker.call("weights", stream.tensors)
-            tracker.call("weights", weights(teacher))
-            _hand_in_norms(teacher, device_type)
         tracker.call("inputs", [tensor for batch in batches for tensor in batch.tensors()])
         objective = build_objective(
             plan,
-            lambda teacher_plan: teacher or meta_teacher(teacher_plan),
+            partial(_load_teacher, tracker),
+            mesh=sharers,
             operators=score_operators(tracker, device_type),
             value_head=model_and_optimizer.model.value_head,
         )
@@ -168,7 +161,10 @@ def simulated_stage(
             stage=stage_of(plan.model.config, index, split.pipeline, layers),
         )
         objective = build_objective(
-            plan, meta_teacher, operators=score_operators(tracker, plan.train.device)
+            plan,
+            partial(_load_teacher, tracker),
+            mesh=mesh,
+            operators=score_operators(tracker, plan.train.device),
         )
 
         def step(count: int) -> None:
@@ -235,6 +231,18 @@ def _fake_tensors(plan: RunPlan) -> Iterator[MemoryTracker]:
         # Whoever saves a model next would take this process for one of several ranks.
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _load_teacher(tracker: MemoryTracker, plan: TeacherPlan) -> Decoder:
+    """In place of `train.objectives.teacher.load_teacher`: its weights, which are counted with those of the model."""
+    teacher = meta_teacher(plan)
+    if plan.stream == "layers":
+        stream = FakeStream(teacher, tracker)
+        teacher.weight_stream = stream
+        tracker.call("weights", stream.tensors)
+    tracker.call("weights", weights(teacher))
+    _hand_in_norms(teacher, plan.device)
+    return teacher
 
 
 def _hand_in_norms(model: Decoder, device_type: str) -> None:
@@ -432,7 +440,9 @@ def _batch(plan: RunPlan) -> Batch:
     shape = plan.train.micro_batch_size, plan.data.sequence_length
     numbers = [torch.empty(shape, dtype=torch.int64) for _ in range(4)]
     whole = Batch(numbers[0], numbers[1], torch.empty(shape), numbers[2], numbers[3])
-    return with_text_structure(whole, plan).part(0, plan.train.context)
+    return with_text_structure(whole, plan).part(
+        0, plan.train.context, keeps_whole=plan.objective.spec.samples
+    )
 
 
 def weights(model: nn.Module) -> Iterator[Tensor]:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from bloomery.facts.counting import is_of_experts
+from bloomery.facts.counting import is_of_experts, layers
 from bloomery.hardware.link_rates import MeasuredLinks
 from bloomery.plan.estimate.activations import recomputed_shares
 from bloomery.plan.estimate.mesh import MeshSplit
@@ -314,7 +314,8 @@ def exchanged_bytes(step: StepShape) -> tuple[float, int]:
     """Of a micro-batch: the bytes that a device puts into its all-to-alls, and their number.
 
     Queries, keys and values go to attention and its output comes back; their gradients go the other way. Layers that
-    are computed again exchange again, except `selective`, which keeps what was received.
+    are computed again exchange again, except `selective`, which keeps what was received. A teacher's layers
+    exchange once.
     """
     shares = recomputed_shares(step.checkpointing, step.model.layer_numbers)
     if step.checkpointing == "selective":
@@ -326,6 +327,10 @@ def exchanged_bytes(step: StepShape) -> tuple[float, int]:
         size * (2 + share + step.extra_forwards) for size, share in zip(sizes, shares, strict=True)
     )
     num_calls = 2 * sum(2 + round(share) + step.extra_forwards for share in shares)
+    if step.teacher is not None:  # one forward
+        of_teacher = layers(step.teacher)
+        values += sum(2.0 * (layer.query_width + layer.key_width) for layer in of_teacher)
+        num_calls += 2 * len(of_teacher)
     return values * step.element_bytes * step.tokens_per_micro_batch, num_calls
 
 
