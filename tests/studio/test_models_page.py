@@ -197,8 +197,8 @@ def test_an_export_is_pushed_and_a_run_is_not() -> None:
         await until(lambda: commands.started)
         assert commands.started == [("push", "--public", "--", "exports/poet", "me/poet")]
 
-        user.find(kind=ui.button, content="Download").click()
-        await user.should_see("Download a model of the Hub", retries=50)
+        user.find(kind=ui.button, content="Get one from the Hub").click()
+        await user.should_see("Get a model from the Hub", retries=50)
         name = next(
             one for one in user.find(ui.input).elements if one.props.get("label") == "Model"
         )

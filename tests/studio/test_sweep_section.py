@@ -262,6 +262,24 @@ def test_a_sweep_that_this_studio_began_is_stopped_at_a_button() -> None:
     assert stopped == ["s"]
 
 
+def test_a_sweep_of_another_studio_or_a_terminal_is_stopped_by_a_command() -> None:
+    from bloomery.core.run_folder import RunFolder
+    from bloomery.core.run_lock import hold_run_lock
+
+    folder = make_sweep(judged=1)
+    commands = RecordedCommands()
+
+    async def visit(user) -> None:
+        await user.open("/compare?sweep=s")
+        await user.should_see("Save and stop the sweep", retries=50)
+        user.find("Save and stop the sweep").click()
+        await until(lambda: commands.started)
+
+    with hold_run_lock(RunFolder(folder)):
+        with_user(visit, commands)
+    assert commands.started == [("stop", "runs/s")]
+
+
 def test_a_command_stops_as_at_ctrl_c(tmp_path: Path) -> None:
     import subprocess
     import sys

@@ -3,9 +3,11 @@
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -20,10 +22,10 @@ from rich.console import Console
 from bloomery.cli.common import echo, literal, run_argument
 from bloomery.core.errors import UserError
 from bloomery.core.files import write_durably
-from bloomery.core.run_folder import RunFolder, existing, find_run
+from bloomery.core.run_folder import RunFolder, existing, find_run, find_sweep, is_sweep
 from bloomery.core.run_lock import alive, beats, holder_of, host_name, start_mark
 from bloomery.core.signals import SAVE_SIGNAL
-from bloomery.core.units import format_bytes
+from bloomery.core.units import counted, format_bytes
 from bloomery.infer.model_folder import NOT_SAVED, saved_steps, step_folder
 from bloomery.launch.launchers import message_in
 from bloomery.monitor.events import (
@@ -41,6 +43,8 @@ from bloomery.recipe.values import LONGEST_PROFILE
 from bloomery.runs.event_hub import last_step
 from bloomery.train.diagnostics.profile_request import NOT_RECORDED, PROFILE, PROFILE_ASKED
 from bloomery.view.incidents import KILLED
+
+POLL_SECONDS = 0.2
 
 
 @final
@@ -144,6 +148,9 @@ def _signal_job(job: str, number: signal.Signals) -> None:
 
 
 def _idle(folder: RunFolder) -> UserError:
+    if is_sweep(folder.path):
+        fix = f"bloomery report {folder.name}"
+        return UserError("no process trains this sweep", where=str(folder.path), fix=fix)
     fix = f"bloomery resume {folder.name}"
     if (job := slurm_job_of(folder)) and shutil.which("scancel"):
         fix = f"if its job waits in the queue (`squeue --job {job}`): scancel {job}; else {fix}"
@@ -254,8 +261,14 @@ def _events_after(runner: Runner, send_request: Callable[[], None]) -> Iterator[
 def stop_command(run: str) -> int:
     """Save a running run after its current step, then stop it.
 
+    Of a sweep all its runs; the command that began the sweep continues it.
+
     Example: bloomery stop last
     """
+    sweep = find_sweep(run)
+    if sweep is not None:
+        _stop_sweep(sweep)
+        return 0
     folder = existing(find_run(run))
     runner = runner_of(folder)
     echo(f"requested  process {runner.pid} saves and stops after its current step")
@@ -277,6 +290,22 @@ def stop_command(run: str) -> int:
     if final_event.status == "stopped":
         echo(f"next       bloomery resume {folder.name}")
     return 0
+
+
+def _stop_sweep(sweep: Path) -> None:
+    """Asks the process of a sweep to save and stop its runs, and waits until it has ended. Raises UserError."""
+    from bloomery.sweep.table import read_sweep
+
+    runner = runner_of(RunFolder(sweep.absolute()))
+    runner.send(signal.SIGTERM)
+    echo(f"requested  process {runner.pid} saves and stops the runs that train")
+    with waiting(sweep):
+        while runner.working:
+            time.sleep(POLL_SECONDS)
+    table = read_sweep(sweep, noise=False)
+    echo(f"{table.state:<11}{len(table.finished)} of {counted(len(table.runs), 'runs')} finished")
+    if table.command and table.state == "stopped":
+        echo(f"next       {shlex.join(['bloomery', *table.command])}")
 
 
 @click.command()

@@ -19,6 +19,7 @@ from bloomery.serve.listen import answer, hosts_of, listen, uvicorn_config
 from bloomery.studio.chat_page import chat_page, link_to_chat
 from bloomery.studio.commands import Commands
 from bloomery.studio.compare_page import compare_page
+from bloomery.studio.downloads import ADDRESS, download
 from bloomery.studio.frame import failure_of, page
 from bloomery.studio.guard import StudioGuard
 from bloomery.studio.machine_page import machine_page
@@ -87,6 +88,7 @@ def add_pages(watching: Watching, commands: Commands) -> None:
     app.exception_handler(404)(_not_found)
     app.on_page_exception(_server_error)
     app.add_route("/serve/{path:path}", servers.forward, methods=["GET", "POST"])
+    app.add_route(ADDRESS, download, methods=["GET"])
     app.on_shutdown(servers.close)
 
 

@@ -1,13 +1,16 @@
 """A command that a page has started, as a bar where it prints how far it is; below it what it prints. No torch."""
 
 import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import final
 
 from nicegui import ui
 
 from bloomery.core.text import harmless
 from bloomery.studio.commands import Commands
-from bloomery.studio.components import Progress, sentence
+from bloomery.studio.components import Progress, button, sentence
+from bloomery.studio.downloads import start_download
 from bloomery.studio.frame import CommandView
 
 _COUNTS = re.compile(r"(\d[\d,]*) of (\d[\d,]*)")
@@ -28,6 +31,14 @@ def progress_of(text: str) -> tuple[str, float | None]:
     return message, None
 
 
+def export_of(arguments: Sequence[str]) -> str:
+    """The place of what an export command makes, as the list of models names it; "" of other commands."""
+    places = [word.removeprefix("--out=") for word in arguments if word.startswith("--out=")]
+    if arguments[0] != "export" or not places:
+        return ""
+    return places[-1] if Path(places[-1]).is_absolute() else f"./{Path(places[-1])}"
+
+
 @final
 class CommandProgress:
     """Mutable: the newest command about a subject."""
@@ -38,8 +49,13 @@ class CommandProgress:
         with ui.element("div").classes("card") as self._card:
             self._sentence = sentence("")
             self._bar = Progress()
+            self._download = button("Download", self._start_download, kind="go", icon="download")
             self._view = CommandView(commands, subject)
+        self._made = ""  # that can be downloaded
         self.update()
+
+    def _start_download(self) -> None:
+        start_download(self._made)
 
     def update(self) -> bool:
         """Shows what is new. Returns whether the command has ended since the last time."""
@@ -56,6 +72,9 @@ class CommandProgress:
             self._sentence.text = f"{verb}: done"
         else:
             self._sentence.text = f"{verb} failed; what it printed says why"
+        self._made = export_of(command.arguments) if command.code == 0 else ""
+        self._download.visible = bool(self._made)
+        self._download.text = f"Download {harmless(Path(self._made).name)}"
         self._bar.element.visible = command.code is None and share is not None
         if share is not None:
             self._bar.show(share)

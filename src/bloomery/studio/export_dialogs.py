@@ -201,7 +201,7 @@ async def ask_to_push(commands: Commands, folder: str, subject: str) -> bool:
 
 async def ask_to_download(commands: Commands, subject: str) -> bool:
     """Asks for a model of the Hub, and starts `bloomery download`; whether it was started."""
-    with question("Download a model of the Hub") as dialog:
+    with question("Get a model from the Hub") as dialog:
         sentence(
             "It is downloaded into models/. Weights are safetensors only; nothing of it is run."
         )

@@ -13,6 +13,7 @@ from bloomery.core.units import counted, format_bytes
 from bloomery.studio.command_progress import CommandProgress
 from bloomery.studio.commands import Commands
 from bloomery.studio.components import button, card, heading, sentence
+from bloomery.studio.downloads import start_download
 from bloomery.studio.export_dialogs import (
     SUBJECT,
     ask_to_download,
@@ -71,6 +72,7 @@ def model_cells(model: ListedModel) -> dict[str, Any]:
         "best": model.is_best,
         "opens": model.is_readable,
         "export": model.is_export,
+        "downloads": model.is_downloadable,
         "trains": model.is_export and not model.kind.startswith(ADAPTER),
         "folder": str(model.folder) if model.is_readable else "",
         "shown": {
@@ -92,11 +94,12 @@ def address_of_chat(models: Sequence[str], device: str) -> str:
 async def models_page(commands: Commands) -> None:
     with page("Models", "/models"):
         with heading("Models", "Looking for models") as (_, below):
-            button("Download", lambda: download())
+            button("Get one from the Hub", lambda: get_model())
         with ui.row().classes("toolbar w-full") as tools:
             chat = button("Chat", icon="chat_bubble_outline")
-            export = button("Export", icon="file_download")
+            export = button("Export", icon="output")
             train = button("New run with it", icon="play_arrow")
+            download = button("Download", icon="download")
             push = button("Push to the Hub", icon="cloud_upload")
             ui.space()
             search = ui.input(placeholder="Filter").props(
@@ -113,10 +116,10 @@ async def models_page(commands: Commands) -> None:
             )
             with ui.row():
                 button("New run", lambda: ui.navigate.to("/new"))
-                button("Download one of the Hub", lambda: download())
+                button("Get one from the Hub", lambda: get_model())
         empty.visible = False
 
-        async def download() -> None:
+        async def get_model() -> None:
             if await ask_to_download(commands, SUBJECT):
                 progress.update()
 
@@ -150,7 +153,12 @@ async def models_page(commands: Commands) -> None:
         push.on_click(on_push).bind_enabled_from(
             table, "selected", lambda rows: len(rows) == 1 and rows[0]["export"]
         )
-        push.props('title="Of an export: a run is exported first"')
+        download.on_click(lambda: start_download(table.selected[0]["model"]))
+        download.bind_enabled_from(
+            table, "selected", lambda rows: len(rows) == 1 and rows[0]["downloads"]
+        )
+        for one in (download, push):
+            one.props('title="Of an export: a run is exported first"')
 
         async def update() -> None:
             models = await asyncio.to_thread(stored_models)

@@ -63,6 +63,11 @@ class ListedModel:
         """Whether `bloomery push` uploads it."""
         return self.step is None and self.is_readable
 
+    @property
+    def is_downloadable(self) -> bool:
+        """Whether a browser may have its files: an export or a GGUF file, no checkpoint with its optimizer."""
+        return self.is_export or self.kind == GGUF
+
 
 def stored_models() -> list[ListedModel]:
     """Checkpoints of the runs in `runs/` and its sweeps, model folders next to it, and those elsewhere that these runs

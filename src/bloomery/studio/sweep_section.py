@@ -17,7 +17,7 @@ from bloomery.core.text import harmless
 from bloomery.core.units import counted
 from bloomery.studio.commands import Commands
 from bloomery.studio.components import Badge, button, card, note, sentence, text
-from bloomery.studio.frame import copy_button, notify
+from bloomery.studio.frame import CommandView, copy_button, notify
 from bloomery.studio.parallel_axes import Line, parallel_axes, short_names
 from bloomery.studio.watching import address_of
 from bloomery.sweep.page import figures_of, verdict_of
@@ -43,11 +43,13 @@ class SweepSection:
                 text("Ranking", "h2", "card-title")
                 self._badge = Badge("")
             self._body = ui.column().classes("w-full gap-3")
+            self._stopping = CommandView(commands, f"the end of {folder.name}")
         with card("Settings and result", "colored by rank, the best on top") as self._picture:
             self._lines = ui.element("div").classes("w-full")
 
     async def update(self) -> None:
         """Reads the sweep again where a score has been added, or its command has begun or ended."""
+        self._stopping.update()
         state = await asyncio.to_thread(_state_of, self.folder)
         if state == self._state or self._is_reading:
             return
@@ -69,6 +71,13 @@ class SweepSection:
         except UserError as error:
             notify(error)
 
+    def _stop(self) -> None:
+        try:
+            self.commands.start("stop", f"runs/{self.folder.name}", subject=self._stopping.subject)
+        except UserError as error:
+            notify(error)
+        self._stopping.update()
+
     def _show_problem(self, error: UserError) -> None:
         self._body.clear()
         with self._body:
@@ -85,9 +94,10 @@ class SweepSection:
                 sentence(f"{words}; below {table.p_limit:.2g} a run is worse.", "muted", small=True)
             begun = self.commands.of(self.folder.name)
             if begun is not None and begun.code is None:
-                # Those of another studio, or of a terminal, are stopped there.
                 button("Save and stop the sweep", begun.stop, icon="stop")
-            elif table.command and table.state != "running":
+            elif table.state == "running":  # by another studio, or in a terminal
+                button("Save and stop the sweep", self._stop, icon="stop")
+            elif table.command:
                 command = shlex.join(["bloomery", *table.command])
                 with ui.row().classes("w-full items-center no-wrap gap-1 studio-command"):
                     ui.label(harmless(command)).classes("studio-text grow min-w-0")
