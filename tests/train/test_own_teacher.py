@@ -271,12 +271,6 @@ REFUSED = {
     "is not its start": (),
     "no solution; it has answer, prompt": (LORA, "objective.teacher_prompt_template='{solution}'"),
     "and room for": (LORA, f"objective.teacher_prompt_template='{'{prompt}' * 7}'"),
-    "with tools or an environment": (
-        LORA,
-        "objective={kind: grpo, teacher: base, max_completion_length: 8}",
-        TOLD,
-        "environment.python='my_rewards.py:spaces'",
-    ),
 }
 
 

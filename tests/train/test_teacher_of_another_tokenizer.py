@@ -420,15 +420,6 @@ def test_whole_vocabularies_of_other_tokens_are_refused(recipe):
     assert "objective.estimator=sampled" in error.value.fix
 
 
-def test_tools_are_refused(recipe):
-    with pytest.raises(UserError, match="with tools or an environment"):
-        plan_with(
-            recipe,
-            "objective.kind=grpo",
-            "environment.python='my_rewards.py:spaces'",
-        )
-
-
 def test_the_teacher_is_loaded_for_spans_alone(recipe):
     from bloomery.train.objectives.teacher import TeacherPlan, load_teacher
 

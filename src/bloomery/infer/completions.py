@@ -35,6 +35,7 @@ class Episode:
     `prompt_ids`: with the tools, and what the environment began with. `given`: from where to where `ids` were not
     sampled: results of tools, and markup. `messages`: answers and results, as chat templates take them. `calls`: how
     many, of which `failed`. `reward`: of the environment, None without one; `metrics`: what else it measures.
+    `opening`: the messages of its prompt.
     """
 
     prompt_ids: list[int]
@@ -45,6 +46,7 @@ class Episode:
     failed: int
     reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    opening: list[dict[str, Any]] = field(default_factory=list)
 
 
 @final

@@ -1,10 +1,12 @@
 """What a teacher's tokenizer means for a plan: texts that both read alike, and scores of a file. No torch."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 
 from bloomery.core.errors import UserError
+from bloomery.data.chat.render import Renderer
+from bloomery.data.chat.tool_forms import ToolFormat, form_name, tool_format
 from bloomery.data.prompts import Prompt, Prompts
 from bloomery.data.shards import Manifest
 from bloomery.data.tokenizer.alignment import aligned_spans, continuing_ids, token_ends
@@ -42,7 +44,8 @@ def alignment_of(
 ) -> TextAlignment | None:
     """Of the first texts; None where the teacher of this folder has the same tokenizer.
 
-    Raises UserError for another tokenizer where whole vocabularies would be compared, and with tools.
+    Raises UserError for another tokenizer where whole vocabularies would be compared, and for one whose chat template
+    writes calls of tools in another form.
     """
     teacher = load_tokenizer(folder)
     if tokenizer_difference(teacher, tokenizer) is None:
@@ -52,12 +55,13 @@ def alignment_of(
         refuse_teacher_tokenizer(teacher, tokenizer, where=str(folder), fix=BY_COMPLETIONS)
     elif objective.estimator == "full":
         refuse_teacher_tokenizer(teacher, tokenizer, where=str(folder), fix=BY_SPANS)
-    if recipe.tools or recipe.environment.is_set:
-        raise UserError(
-            "not supported yet: a teacher with another tokenizer, with tools or an environment",
-            where=str(folder),
-            fix="choose a teacher with the same tokenizer, or set tools=[] and environment.python=null",
-        )
+    if recipe.tools:
+        assert isinstance(objective, TaughtByDivergence), "others were refused"
+        forms = [
+            _tool_format(tokenizer, recipe.data.chat.template, {}),
+            _tool_format(teacher, None, objective.teacher_template_kwargs),
+        ]
+        refuse_other_calls(*forms)
     num_tokens = num_aligned = num_alone = 0
     for text in islice(texts, TEXTS):
         ids = continuing_ids(tokenizer, text)
@@ -68,6 +72,34 @@ def alignment_of(
             num_aligned += length
             num_alone += length == 1 == span.other_end - span.other_start
     return TextAlignment(tokens=num_tokens, aligned=num_aligned, alone=num_alone)
+
+
+def _tool_format(
+    tokenizer: Tokenizer, template: str | None, variables: Mapping[str, bool | int | float | str]
+) -> ToolFormat:
+    """How a chat template writes calls. Raises UserError for one without tools."""
+    with Renderer(
+        tokenizer,
+        template=template,
+        train_on="assistant",
+        variables=variables,
+        variables_key="objective.teacher_template_kwargs",
+    ) as renderer:
+        return tool_format(renderer.rendered)
+
+
+def refuse_other_calls(model: ToolFormat, teacher: ToolFormat) -> None:
+    """Raises UserError where a teacher with another tokenizer would write calls of tools in another form: it would
+    teach the model one that nobody reads.
+    """
+    if teacher != model:
+        raise UserError(
+            f"the teacher's chat template writes calls of tools as {form_name(teacher)}, and the model's as"
+            f" {form_name(model)}",
+            where="objective.teacher",
+            fix="set data.chat.template to the file of the teacher's chat template, or choose a teacher whose template"
+            " writes calls as the model's does",
+        )
 
 
 def prepared_alignment(recipe: Recipe, manifest: Manifest, prepared: Path) -> TextAlignment | None:

@@ -412,13 +412,6 @@ def _refuse_own_teacher_misfits(recipe: Recipe, objective: OnPolicyDistill | Gro
     key = "objective.teacher_prompt_template"
     if template is not None:
         template_fields(template, where=key)
-        if recipe.tools or recipe.environment.is_set:
-            raise UserError(
-                "not supported yet: another prompt of the teacher with tools or an environment",
-                where=key,
-                fix=f"remove {key}, or set tools=[] and environment.python=null",
-                code=2,
-            )
     own = objective.own_teacher
     if own is None:
         return

@@ -29,6 +29,10 @@ class Channels:
     namespace: str
 
     @property
+    def markup(self) -> tuple[str, ...]:
+        return (self.start, self.channel, self.constrain, self.message, *self.ends)
+
+    @property
     def thought_opening(self) -> str:
         return f"{self.channel}{self.thought}{self.message}"
 

@@ -291,6 +291,11 @@ FORMS = {
 }
 
 
+def form_name(form: ToolFormat) -> str:
+    """Whose models write this form."""
+    return next(name for name, forms in FORMS.items() if form in forms)
+
+
 def tool_format(render: RenderTurns) -> ToolFormat:
     """The form that a chat template renders. Raises UserError for a template without tools, or with another form."""
     try:

@@ -25,10 +25,10 @@ class Turns:
         self._renderer = renderer
         self._tokenizer = tokenizer
         self._tools = tuple(tools)
-        self._form = tool_format(renderer.rendered) if tools else None
+        self.form = tool_format(renderer.rendered) if tools else None
         # What ends an answer that calls a tool may end no other: gpt-oss has a token for it, GLM the result's header.
         self.call_ends = (
-            () if self._form is None else call_ends(renderer.rendered, self._form, tokenizer)
+            () if self.form is None else call_ends(renderer.rendered, self.form, tokenizer)
         )
         self._ends = dict.fromkeys(self.call_ends, True)
 
@@ -38,8 +38,11 @@ class Turns:
 
     def read(self, ids: Sequence[int]) -> tuple[str, list[ToolCall]]:
         """The text of an answer beside its calls, and these. `ids`: without the one that ended it."""
-        text = self._tokenizer.decode(list(ids))
-        return (text, []) if self._form is None else calls_in(text, self._form, self._tools)
+        return self.read_text(self._tokenizer.decode(list(ids)))
+
+    def read_text(self, text: str) -> tuple[str, list[ToolCall]]:
+        """As `read`, of the text of an answer."""
+        return (text, []) if self.form is None else calls_in(text, self.form, self._tools)
 
     def ends_turn(self, token: int) -> bool:
         """Whether the template ends an answer that calls a tool with this token."""
@@ -50,7 +53,7 @@ class Turns:
 
     def check(self, end_id: int) -> None:
         """Raises UserError for a template that cannot go on after an answer which this token ended."""
-        if self._form is not None:
+        if self.form is not None:
             self.given([_ANY], ["result"], end_id)
 
     def given(

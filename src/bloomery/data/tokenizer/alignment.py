@@ -1,6 +1,6 @@
 """One text under two tokenizers: the spans in which tokens of both begin and end at the same byte. No torch."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -46,9 +46,9 @@ def token_ends(tokenizer: Tokenizer, ids: Iterable[int]) -> list[int]:
     return list(accumulate(len(tokenizer.spelled(id_)) for id_ in ids))
 
 
-def continuing_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+def continuing_ids(tokenizer: Tokenizer, text: str, markup: Collection[str] = ()) -> list[int]:
     """The ids of a text that follows another one, as far as they spell it: a normalization of Unicode may not, and a
-    control token that the text spells out is none of its letters.
+    control token that the text spells out is none of its letters, but for those of `markup`.
     """
     for anchor in ANCHORS:
         anchor_ids = tokenizer.encode(anchor)
@@ -56,30 +56,38 @@ def continuing_ids(tokenizer: Tokenizer, text: str) -> list[int]:
         num_anchor = len(anchor_ids)
         spelled_anchor = b"".join(map(tokenizer.spelled, anchor_ids))
         if ids[:num_anchor] == anchor_ids and spelled_anchor.removeprefix(b" ") == anchor.encode():
-            return _that_spell(tokenizer, ids[num_anchor:], text.encode())
+            return _that_spell(tokenizer, ids[num_anchor:], text.encode(), markup)
     return []
 
 
-def _that_spell(tokenizer: Tokenizer, ids: list[int], content: bytes) -> list[int]:
+def _that_spell(
+    tokenizer: Tokenizer, ids: list[int], content: bytes, markup: Collection[str]
+) -> list[int]:
     """The first ids, as long as they spell these bytes, and no control token: what follows one is another message."""
-    sizes = tokenizer.token_bytes()
     end = 0
     for number, id_ in enumerate(ids):
         spelled = tokenizer.spelled(id_)
-        if not sizes[id_] or not content.startswith(spelled, end):
+        if not _is_text(tokenizer, id_, markup) or not content.startswith(spelled, end):
             return ids[:number]
         end += len(spelled)
     return ids
 
 
-def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """The text of the first ids, up to a control token or to bytes that are no UTF-8."""
-    sizes = tokenizer.token_bytes()
+def text_of(tokenizer: Tokenizer, ids: Sequence[int], markup: Collection[str] = ()) -> str:
+    """The text of the first ids, up to a control token that is not of `markup`, or to bytes that are no UTF-8."""
     num_of_text = next(
-        (n for n, id_ in enumerate(ids) if id_ >= len(sizes) or not sizes[id_]), len(ids)
+        (n for n, id_ in enumerate(ids) if not _is_text(tokenizer, id_, markup)), len(ids)
     )
     content = b"".join(map(tokenizer.spelled, ids[:num_of_text]))
     try:
         return content.decode()
     except UnicodeDecodeError as error:
         return content[: error.start].decode()
+
+
+def _is_text(tokenizer: Tokenizer, id_: int, markup: Collection[str]) -> bool:
+    """Whether a token stands for its bytes: a control token does as a part of `markup` alone."""
+    sizes = tokenizer.token_bytes()
+    if id_ >= len(sizes):  # a row of the embedding without a token
+        return False
+    return bool(sizes[id_]) or tokenizer.spelled(id_).decode(errors="replace") in markup

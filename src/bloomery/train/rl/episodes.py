@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from bloomery.core.errors import UserError
-from bloomery.data.chat.render import Renderer, as_message
+from bloomery.data.chat.render import Renderer, as_message, as_turn
+from bloomery.data.chat.tool_arguments import Json
 from bloomery.data.chat.tools import ToolCall
 from bloomery.data.chat.turns import Turns
 from bloomery.data.examples import Message
@@ -112,6 +113,7 @@ class RunningEpisode:
             self.num_failed,
             self.reward,
             self.metrics,
+            self.opening,
         )
         return self.completion
 
@@ -154,6 +156,16 @@ class EpisodeSampler:
     def __exit__(self, *_raised: object) -> None:
         self._tools.close()
         self._renderer.close()
+
+    @property
+    def tools(self) -> Sequence[Json]:
+        """What the model is told of the tools."""
+        return self._tools.schemas
+
+    @property
+    def turns(self) -> Turns:
+        assert self._turns is not None, "used as a context"
+        return self._turns
 
     def sample(
         self,
@@ -269,9 +281,7 @@ class EpisodeSampler:
             if place not in written:
                 written[place] = self._turns.prompt(messages)
             episode.prompt_ids = written[place]
-            episode.opening = [
-                {"role": message.role, "content": message.content} for message in messages
-            ]
+            episode.opening = list(map(as_turn, messages))
             if self._room(episode, max_new_tokens) < 1:
                 raise UserError(
                     f"a prompt with its tools has {len(episode.prompt_ids):,} tokens: no room for an answer",

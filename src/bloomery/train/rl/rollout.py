@@ -447,9 +447,13 @@ def _teacher_extras(members: PlacedSamples, *, length: int, rows: int) -> dict[s
         documents[place.row, span] = num_documents[place.row]
         num_documents[place.row] += 1
         first = span.stop - 1 - len(sample.taught_ids)
-        loss_mask[place.row, first : span.stop - 1] = float(sample.has_loss)
-        for start, end in sample.given:
-            loss_mask[place.row, first + start : first + end] = 0.0
+        compared = _sampled_parts(sample)
+        if sample.teacher_completion is not None:
+            compared = [
+                (span.other_start, span.other_end) for span in sample.teacher_completion.spans
+            ]
+        for start, end in compared:
+            loss_mask[place.row, first + start : first + end] = float(sample.has_loss)
     return {
         "teacher_tokens": tokens,
         "teacher_labels": labels,
@@ -457,6 +461,13 @@ def _teacher_extras(members: PlacedSamples, *, length: int, rows: int) -> dict[s
         "teacher_documents": documents,
         "teacher_loss_mask": loss_mask,
     }
+
+
+def _sampled_parts(sample: RolloutSample) -> list[tuple[int, int]]:
+    """From where to where tokens of the completion were sampled."""
+    starts = [0, *(end for _, end in sample.given)]
+    ends = [*(start for start, _ in sample.given), len(sample.completion_ids)]
+    return list(zip(starts, ends, strict=True))
 
 
 def _span_extras(members: PlacedSamples, *, length: int, rows: int) -> dict[str, Tensor]:

@@ -63,7 +63,8 @@ from bloomery.train.rl.rollout_records import completion_metrics, write_completi
 from bloomery.train.rl.sampler import JointWait, Sampler
 from bloomery.train.rl.scoring import CompletionScorer, columns_of
 from bloomery.train.rl.teacher_prompts import TeacherPrompts
-from bloomery.train.rl.teacher_texts import TeacherTexts, teacher_texts
+from bloomery.train.rl.teacher_reader import TeacherReader
+from bloomery.train.rl.teacher_texts import teacher_texts
 from bloomery.train.state import TrainState
 
 REPORT_SECONDS = 1.0
@@ -154,16 +155,15 @@ class RolloutSource:
         pictures: RolloutPictures,
         episodes: EpisodeSampler | None,
         taught: PolicyScores | None,
-        teacher_prompts: TeacherPrompts | None,
-        teacher_texts: TeacherTexts | None,
+        teacher_reader: TeacherReader | None,
         tokenizer: Tokenizer,
         run_dir: Path,
         emit: Emit,
         stop: Callable[[], bool],
         time_is_up: Callable[[], bool],
     ) -> None:
-        """`taught`: what a teacher thinks of completions; None without one. `teacher_prompts`: those of the teacher,
-        where they are others; `teacher_texts`: how it reads completions, where it has another tokenizer.
+        """`taught`: what a teacher thinks of completions; None without one. `teacher_reader`: what it reads, where that
+        is not what the model has.
         """
         self._state = state
         self._sampler = Sampler(
@@ -183,8 +183,7 @@ class RolloutSource:
         self._scorer = scorer
         self._advantages = advantages
         self._taught = taught
-        self._teacher_prompts = teacher_prompts
-        self._teacher_texts = teacher_texts
+        self._teacher_reader = teacher_reader
         self._tokenizer = tokenizer
         self._run_dir = run_dir
         self._emit = emit
@@ -204,7 +203,7 @@ class RolloutSource:
         with (
             self._scorer.started(),
             self._episodes or nullcontext(),
-            self._teacher_prompts or nullcontext(),
+            self._teacher_reader or nullcontext(),
         ):
             yield self._steps(plan)
 
@@ -253,21 +252,19 @@ class RolloutSource:
         num_tokens = sum(len(text.ids) for text in completions)
         divergence = None
         if self._taught is not None:
-            samples = self._for_teacher(
-                plan,
-                prompts,
-                [
-                    _sample_of(text, prompts[text.prompt], prompt_number=text.prompt)
-                    for text in completions
-                ],
-                [text.prompt for text in completions],
-            )
+            samples = [
+                _sample_of(text, prompts[text.prompt], prompt_number=text.prompt)
+                for text in completions
+            ]
+            if self._teacher_reader is not None:
+                samples = self._teacher_reader.read(samples, prompts, completions)
             divergences, shares = self._taught.rows_of_head(
                 samples, MicroBatchShape.of(plan.train, plan.data), (DIVERGENCE, AGREEMENT)
             )
             num_sampled = sum(sample.num_sampled for sample in samples)
             num_shared = sum(map(sum, shares))
-            aligns_texts = self._teacher_texts is not None
+            reader = self._teacher_reader
+            aligns_texts = reader is not None and reader.has_other_tokenizer
             num_judged = num_shared if aligns_texts else num_sampled
             divergence = HeldOutDivergence(
                 sum(map(sum, divergences)) / max(1, num_judged),
@@ -353,9 +350,8 @@ class RolloutSource:
             )
             for text in groups.completions
         ]
-        samples = self._for_teacher(
-            plan, groups.prompts, samples, [text.prompt for text in groups.completions]
-        )
+        if self._teacher_reader is not None:
+            samples = self._teacher_reader.read(samples, groups.prompts, groups.completions)
 
         # 3. By how much each completion, or each of its tokens, was better than expected.
         start_time = time.perf_counter()
@@ -417,37 +413,6 @@ class RolloutSource:
         keys = [mix(plan.train.seed, numbers[text.prompt], text.number) for text in completions]
         totals = control_totals(scored.totals, self._settings.reward_control, keys)
         groups.add(numbers, prompts, completions, scored, totals)
-
-    def _for_teacher(
-        self,
-        plan: RunPlan,
-        prompts: Sequence[Prompt],
-        samples: Sequence[RolloutSample],
-        numbers: Sequence[int],
-    ) -> list[RolloutSample]:
-        """The samples as their teacher has them, where it has other prompts. `numbers`: of the prompt of each."""
-        if self._teacher_prompts is None:
-            return list(samples)
-        ids = dict[int, tuple[int, ...]]()
-        for number in numbers:
-            if number not in ids:
-                ids[number] = self._teacher_prompts.ids_of(prompts[number])
-        taught = [
-            replace(sample, teacher_prompt_ids=ids[number])
-            for sample, number in zip(samples, numbers, strict=True)
-        ]
-        if self._teacher_texts is None:
-            return taught
-        length = plan.data.sequence_length
-        return [
-            replace(
-                sample,
-                teacher_completion=self._teacher_texts.read(
-                    sample.completion_ids, room=length - len(ids[number])
-                ),
-            )
-            for sample, number in zip(taught, numbers, strict=True)
-        ]
 
     def _step_of(
         self,
@@ -540,9 +505,19 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
         plan.train,
         pictures,
     )
+    episodes = None
+    if plan.episodes is not None:
+        episodes = EpisodeSampler(
+            plan.episodes,
+            inputs.tokenizer,
+            longest=plan.data.sequence_length,
+            # All ranks ask together whether to stop. One that waits for its tools is alone: it asks before its next
+            # forwards.
+            stop=inputs.stop if mesh.world == 1 else lambda: False,
+            on_note=lambda note: inputs.emit(Warned(step=inputs.state.progress.step, reason=note)),
+        )
     taught = None
-    teacher_prompts = None
-    reads_texts = None
+    teacher_reader = None
     if isinstance(objective, OnPolicyDistill | GroupRollouts) and objective.teacher is not None:
         own = objective.own_teacher
         # The step has loaded the teacher: this is the same one.
@@ -559,25 +534,8 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
             mesh=mesh,
         )
         taught = PolicyScores(inputs.state, head, None, plan.train, seen, before)
-        teacher_tokenizer = inputs.tokenizer
-        if plan.aligns_texts:
-            teacher_tokenizer = load_tokenizer(TeacherPlan.of(plan).folder)
-            reads_texts = teacher_texts(
-                inputs.tokenizer,
-                teacher_tokenizer,
-                turns=read_manifest(plan.data.prepared).turns,
-                stop_ids=sampling_of(plan, inputs.tokenizer).stop_ids,
-                variables=objective.teacher_template_kwargs,
-            )
         if objective.teacher_prompt_template is not None or plan.aligns_texts:
-            teacher_prompts = TeacherPrompts(
-                objective.teacher_prompt_template,
-                plan.data.prepared,
-                teacher_tokenizer,
-                longest=plan.data.sequence_length - objective.max_completion_length,
-                variables=objective.teacher_template_kwargs,
-            )
-            teacher_prompts.check(prompts, held_out)
+            teacher_reader = _teacher_reader(inputs, objective, episodes, (prompts, held_out))
     return RolloutSource(
         inputs.state,
         settings=RolloutSettings(
@@ -606,27 +564,46 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
         ),
         advantages=advantages_of(objective, policy_scores),
         read_prompt=PromptReader(plan.data.prepared),
-        episodes=None
-        if plan.episodes is None
-        else EpisodeSampler(
-            plan.episodes,
-            inputs.tokenizer,
-            longest=plan.data.sequence_length,
-            # All ranks ask together whether to stop. One that waits for its tools is alone: it asks before its next
-            # forwards.
-            stop=inputs.stop if mesh.world == 1 else lambda: False,
-            on_note=lambda note: inputs.emit(Warned(step=inputs.state.progress.step, reason=note)),
-        ),
+        episodes=episodes,
         pictures=pictures,
         taught=taught,
-        teacher_prompts=teacher_prompts,
-        teacher_texts=reads_texts,
+        teacher_reader=teacher_reader,
         tokenizer=inputs.tokenizer,
         run_dir=inputs.run_dir,
         emit=inputs.emit,
         stop=inputs.stop,
         time_is_up=inputs.time_is_up,
     )
+
+
+def _teacher_reader(
+    inputs: SourceInputs,
+    objective: OnPolicyDistill | GroupRollouts,
+    episodes: EpisodeSampler | None,
+    splits: Sequence[Prompts],
+) -> TeacherReader:
+    """Of a teacher with other prompts or another tokenizer."""
+    plan = inputs.plan
+    tokenizer = inputs.tokenizer
+    texts = None
+    if plan.aligns_texts:
+        tokenizer = load_tokenizer(TeacherPlan.of(plan).folder)
+        texts = teacher_texts(
+            inputs.tokenizer,
+            tokenizer,
+            turns=episodes is not None or read_manifest(plan.data.prepared).turns,
+            stop_ids=sampling_of(plan, inputs.tokenizer).stop_ids,
+            variables=objective.teacher_template_kwargs,
+        )
+    prompts = TeacherPrompts(
+        objective.teacher_prompt_template,
+        plan.data.prepared,
+        tokenizer,
+        longest=plan.data.sequence_length - objective.max_completion_length,
+        variables=objective.teacher_template_kwargs,
+        chats=episodes is not None,
+    )
+    return TeacherReader(prompts, texts, episodes, splits=splits, length=plan.data.sequence_length)
 
 
 def sampling_of(plan: RunPlan, tokenizer: Tokenizer) -> Sampling:

@@ -11,7 +11,8 @@ from typing import Any, final
 
 from bloomery.core.errors import UserError
 from bloomery.data.chat.render import Renderer, as_message
-from bloomery.data.examples import Example
+from bloomery.data.chat.turns import Turns
+from bloomery.data.examples import Example, Message
 from bloomery.data.pictures.encoder import saved_vision
 from bloomery.data.prompts import Prompt, Prompts
 from bloomery.data.shards import read_manifest
@@ -30,7 +31,8 @@ NUM_CHECKED = 10_000  # of each split, before the first step: 3 s of chat templa
 class TeacherPrompts(AbstractContextManager["TeacherPrompts"]):
     """Formats them as the prompts of the prepared dataset are: by the chat template, or as texts.
 
-    A context, which ends the process of the chat template.
+    A context, which ends the process of the chat template. `turns`: of episodes, whose prompts are conversations with
+    tools; None for other completions.
     """
 
     def __init__(
@@ -41,9 +43,10 @@ class TeacherPrompts(AbstractContextManager["TeacherPrompts"]):
         *,
         longest: int,
         variables: Variables = NO_VARIABLES,
+        chats: bool = False,
     ) -> None:
         """`template`: None for the prompts of the dataset. `tokenizer`: the teacher's. `longest`: tokens of a prompt.
-        `variables`: of the chat template.
+        `variables`: of the chat template. `chats`: texts are turns of a user, as in episodes.
 
         Raises UserError for a dataset with pictures.
         """
@@ -60,8 +63,10 @@ class TeacherPrompts(AbstractContextManager["TeacherPrompts"]):
             )
         self._template = template
         self._longest = longest
-        is_chat = read_manifest(prepared).turns
-        self._renderer = Renderer(
+        is_chat = chats or read_manifest(prepared).turns
+        self.tokenizer = tokenizer
+        self.turns: Turns | None = None
+        self.renderer = Renderer(
             tokenizer,
             template=None if is_chat else NONE,
             train_on="assistant",
@@ -75,42 +80,47 @@ class TeacherPrompts(AbstractContextManager["TeacherPrompts"]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._renderer.close()
+        self.renderer.close()
 
-    def check(self, *splits: Prompts) -> None:
-        """Raises UserError, as `ids_of`, for the first prompts of each split."""
-        with self:
-            for prompts in splits:
-                for prompt in islice(prompts, NUM_CHECKED):
-                    self.ids_of(prompt)
+    def check(self, prompts: Prompts) -> None:
+        """Raises UserError, as `ids_of`, for the first prompts."""
+        for prompt in islice(prompts, NUM_CHECKED):
+            self.ids_of(prompt)
 
-    def ids_of(self, prompt: Prompt) -> tuple[int, ...]:
-        """The prompt of the teacher. Raises UserError for a column that the row does not have, and for a prompt that
-        leaves no room for the longest completion.
+    def ids_of(self, prompt: Prompt, opening: Sequence[Message] | None = None) -> tuple[int, ...]:
+        """The prompt of the teacher. `opening`: the messages with which an episode began, in place of the prompt's.
+
+        Raises UserError for a column that the row does not have, and for a prompt that leaves no room for the longest
+        completion.
         """
         columns = {
             name: _text(value) for name, value in prompt.columns.items() if value is not None
         }
-        turns: Any
-        if prompt.messages is None:
-            turns = self._filled(columns, prompt.text)
-        else:
+        messages = list(opening or ())
+        if opening is None and prompt.messages is not None:
             messages = [as_message(turn) for turn in prompt.messages]
+        elif opening is None and self.turns is not None:
+            messages = [Message("user", prompt.text)]
+        if messages:
             last = max(n for n, turn in enumerate(messages) if n == 0 or turn.role == "user")
             text = self._filled(columns, messages[last].content)
             messages[last] = replace(messages[last], content=text)
-            turns = tuple(messages)
-        (encoded,) = self._renderer.encode(Example(KEY, "prompt", turns, ()))
-        if len(encoded.ids) > self._longest:
+        if self.turns is not None:
+            ids = self.turns.prompt(messages)
+        else:
+            told = tuple(messages) if messages else self._filled(columns, prompt.text)
+            (encoded,) = self.renderer.encode(Example(KEY, "prompt", told, ()))
+            ids = encoded.ids
+        if len(ids) > self._longest:
             beginning = prompt.text[:60]
             raise UserError(
-                f"the teacher's prompt has {len(encoded.ids):,} tokens, and room for {self._longest:,} next to the"
+                f"the teacher's prompt has {len(ids):,} tokens, and room for {self._longest:,} next to the"
                 f" longest completion: {beginning!r}",
                 where="objective.teacher" if self._template is None else KEY,
-                fix=f"set data.sequence_length at least {len(encoded.ids) - self._longest:,} higher, shorten the"
+                fix=f"set data.sequence_length at least {len(ids) - self._longest:,} higher, shorten the"
                 " demonstration, or set a smaller objective.max_completion_length",
             )
-        return tuple(encoded.ids)
+        return tuple(ids)
 
     def _filled(self, columns: Mapping[str, str], prompt: str) -> str:
         if self._template is None:

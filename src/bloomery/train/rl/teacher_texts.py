@@ -32,12 +32,23 @@ class ReadCompletion:
 
 
 @final
+@dataclass(frozen=True)
+class ReadAnswer:
+    """`ids`: the teacher's tokens of all of its text, as far as both read it. `is_read`: to its end."""
+
+    ids: list[int]
+    spans: list[Span]
+    is_read: bool
+
+
+@final
 @dataclass(frozen=True, kw_only=True)
 class TeacherTexts:
     """Reads completions of the student's tokenizer with that of the teacher.
 
     `stop_ids`: tokens that end a completion; `end_id`: the teacher's, None for none. `space`, `teacher_space`: what the
-    chat template of each writes before an answer, which is a part of the first token's text.
+    chat template of each writes before an answer, which is a part of the first token's text. `markup`: control tokens
+    that are read as their names, as those around calls of tools are.
     """
 
     student: Tokenizer
@@ -46,6 +57,7 @@ class TeacherTexts:
     end_id: int | None
     space: str = ""
     teacher_space: str = ""
+    markup: frozenset[str] = frozenset()
 
     def read(self, completion_ids: Sequence[int], *, room: int) -> ReadCompletion:
         """At most `room` tokens. Compared are spans of which both models give the same event a probability.
@@ -53,15 +65,21 @@ class TeacherTexts:
         These have the same bytes, after the same text, and the tokens that the student's own tokenizer gives them. The
         first bytes that are no UTF-8, and the first control token but the last one, end them.
         """
+        answer = self.answer(completion_ids, end_id=self.end_id, room=room)
+        last = answer.spans[-1].other_end if answer.spans else 0
+        return ReadCompletion(tuple(answer.ids[:last]), tuple(answer.spans))
+
+    def answer(self, completion_ids: Sequence[int], *, end_id: int | None, room: int) -> ReadAnswer:
+        """As `read`, with the token that ends the answer for the teacher, and the text behind the last span."""
         # 1. The text, and the ids that each tokenizer gives it.
         ids = list(completion_ids)
         is_ended = bool(ids) and ids[-1] in self.stop_ids
         ids_of_text = ids[:-1] if is_ended else ids
-        text = text_of(self.student, ids_of_text)
+        text = text_of(self.student, ids_of_text, self.markup)
         space = self.space if text.startswith(self.space) else ""
         teacher_text = self.teacher_space + text.removeprefix(space)
-        teacher_ids = continuing_ids(self.teacher, teacher_text)[: max(0, room - 1)]
-        canonical_ids = continuing_ids(self.student, text)
+        teacher_ids = continuing_ids(self.teacher, teacher_text, self.markup)[: max(0, room - 1)]
+        canonical_ids = continuing_ids(self.student, text, self.markup)
 
         # 2. Where tokens of both end, counted from the end of the spaces.
         ends = _ends(self.student, ids_of_text, space)
@@ -80,11 +98,10 @@ class TeacherTexts:
         # 3. The end of the completion, where both have read all of it.
         size = len(text.encode()) - len(space.encode())
         is_read = _reaches(ends, size) and _reaches(teacher_ends, size)
-        if is_ended and is_read and self.end_id is not None:
+        if is_ended and is_read and end_id is not None:
             spans.append(Span(len(ids) - 1, len(ids), len(teacher_ids), len(teacher_ids) + 1))
-            teacher_ids = [*teacher_ids, self.end_id]
-        last = spans[-1].other_end if spans else 0
-        return ReadCompletion(tuple(teacher_ids[:last]), tuple(spans))
+            teacher_ids = [*teacher_ids, end_id]
+        return ReadAnswer(teacher_ids, spans, is_ended and is_read)
 
 
 def _ends(tokenizer: Tokenizer, ids: Sequence[int], space: str) -> list[int]:
