@@ -8,6 +8,7 @@ auto, cpu, or a GPU number; call the first function before torch is imported, so
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
@@ -504,7 +505,7 @@ def export(
     folder, use = _located(model, device, None)
     from bloomery.export import layouts
     from bloomery.export.merge import export_several, is_several
-    from bloomery.infer.model_folder import find_model
+    from bloomery.infer.held_model import held_model
 
     # Several adapters are merged into one model; `weights` belong to them alone.
     if layout == "merged" and is_several(folder):
@@ -515,32 +516,32 @@ def export(
         fix = "use --to merged with BASE+ADAPTER+ADAPTER, or `bloomery merge` for full models"
         raise UserError("--weights are of several adapters", where="--weights", fix=fix, code=2)
 
-    files = find_model(folder, step)
-    if layout == "ollama":
-        from bloomery.export.ollama import export_ollama
+    with held_model(folder, step) as files:
+        if layout == "ollama":
+            from bloomery.export.ollama import export_ollama
 
-        return export_ollama(files, Path(out), kind=gguf_type, verify=verify, use=use)
-    if layout in ("gguf", "gguf-adapter"):
-        from bloomery.export.gguf import export_gguf, export_gguf_adapter
+            return export_ollama(files, Path(out), kind=gguf_type, verify=verify, use=use)
+        if layout in ("gguf", "gguf-adapter"):
+            from bloomery.export.gguf import export_gguf, export_gguf_adapter
 
-        if layout == "gguf-adapter":
-            return export_gguf_adapter(files, Path(out), kind=gguf_type)
-        return export_gguf(files, Path(out), kind=gguf_type, verify=verify, use=use)
-    if layout == "vllm":
-        return layouts.export_vllm(files, Path(out), verify=verify, use=use)
-    if layout == "adapter":
-        return layouts.export_adapter(files, Path(out), verify=verify, use=use)
-    if layout == "merged":
-        return layouts.export_merged(files, Path(out), dtype=dtype, verify=verify, use=use)
-    # What a run saved with a tower was trained with pictures.
-    return layouts.export(
-        files.weights,
-        Path(out),
-        dtype=dtype,
-        verify=verify,
-        use=use,
-        keeps_vision=files.trained is not None,
-    )
+            if layout == "gguf-adapter":
+                return export_gguf_adapter(files, Path(out), kind=gguf_type)
+            return export_gguf(files, Path(out), kind=gguf_type, verify=verify, use=use)
+        if layout == "vllm":
+            return layouts.export_vllm(files, Path(out), verify=verify, use=use)
+        if layout == "adapter":
+            return layouts.export_adapter(files, Path(out), verify=verify, use=use)
+        if layout == "merged":
+            return layouts.export_merged(files, Path(out), dtype=dtype, verify=verify, use=use)
+        # What a run saved with a tower was trained with pictures.
+        return layouts.export(
+            files.weights,
+            Path(out),
+            dtype=dtype,
+            verify=verify,
+            use=use,
+            keeps_vision=files.trained is not None,
+        )
 
 
 def convert(
@@ -609,16 +610,17 @@ def merge(
     paths = [model_path(str(model)) for model in models]
     use = chosen_use(device, None)
     from bloomery.export.merge import merge as merge_models
-    from bloomery.infer.model_folder import find_model
+    from bloomery.infer.held_model import held_model
 
-    return merge_models(
-        [find_model(path) for path in paths],
-        Path(out),
-        weights=weights,
-        dtype=dtype,
-        verify=verify,
-        use=use,
-    )
+    with ExitStack() as stack:
+        return merge_models(
+            [stack.enter_context(held_model(path)) for path in paths],
+            Path(out),
+            weights=weights,
+            dtype=dtype,
+            verify=verify,
+            use=use,
+        )
 
 
 def _located(model: str | Path, device: str, quantize: str | None) -> "tuple[Path, Use]":

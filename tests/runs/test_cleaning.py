@@ -13,6 +13,8 @@ from bloomery.core.errors import UserError
 from bloomery.core.files import cache_folder
 from bloomery.core.run_folder import RunFolder
 from bloomery.core.run_lock import hold_run_lock
+from bloomery.infer.held_model import held_model
+from bloomery.runs.cleaning import deletable, delete
 from models_for_tests import make_run
 
 
@@ -150,3 +152,19 @@ def test_rm_refuses_a_run_in_progress_and_other_folders(here):
 
 def test_runs_are_still_listed(here):
     assert {one["name"] for one in json.loads(call("--json").stdout)["runs"]} == {"a", "b"}
+
+
+def test_rm_refuses_a_run_of_which_a_checkpoint_is_read(here):
+    run = Path("runs/a")
+    found_before = [deletable(run)]
+    with held_model(run):
+        named = call("rm", "b", "a", "--yes").exception
+        with pytest.raises(UserError) as later:  # somebody began to read after the question
+            list(delete(found_before))
+        for error in (named, later.value):
+            assert isinstance(error, UserError)
+            assert "step-00000010 is being read by another command" in error.problem
+        assert (run / "checkpoints/step-00000010/model.safetensors").exists()
+        assert Path("runs/b").exists()
+    assert call("rm", "a", "--yes").exit_code == 0
+    assert not run.exists()

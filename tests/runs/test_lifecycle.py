@@ -15,6 +15,7 @@ from runs_of_bloomery import PATIENCE_SECONDS, Bloomery, assert_bitwise_equal, l
 import preloaded
 from bloomery.hardware.detect import detect
 from bloomery.hardware.machine import Machine
+from bloomery.infer.held_model import held_model
 from bloomery.infer.model_folder import newest_valid, saved_steps
 from bloomery.monitor.events import Phase, Resumed, RunEnded, Saved, StepDone, Warned
 from bloomery.runs import resume_inputs
@@ -162,6 +163,10 @@ def test_a_refused_return_to_an_earlier_checkpoint_moves_nothing(
     with monkeypatch.context() as patched:
         patched.setattr(resume_inputs, "detect", pressed)
         assert_refused(75, "", "-d", "cpu")
+
+    # Another command reads what would be moved.
+    with held_model(bloomery.run_dir, "4"):
+        assert_refused(1, "step-00000004 is being read by another command")
 
     shutil.rmtree(bloomery.folder / "prepared")
     text.write_text("another text " * 50)

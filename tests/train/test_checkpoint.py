@@ -18,6 +18,7 @@ import torch
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import stamped, unstamped, write_durably
+from bloomery.core.held_files import HeldFiles
 from bloomery.infer import model_folder
 from bloomery.monitor.events import Saved, Warned
 from bloomery.plan.store import begin
@@ -393,13 +394,82 @@ def test_a_full_disk_is_made_room_on_once(tmp_path: Path, monkeypatch: pytest.Mo
     assert model_folder.saved_steps(tmp_path) == [3, 4]
 
 
+def hold(folder: Path) -> HeldFiles:
+    holds = HeldFiles()
+    assert holds.take(folder / "MANIFEST.json")
+    return holds
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_checkpoint_that_is_read_is_left_for_a_later_save(
+    tmp_path: Path, async_save: bool
+) -> None:
+    events: list[object] = []
+    saver = Saver(tmp_path, 1, async_save, emit=events.append)
+    saver.save(1, parts(1), {})
+    saver.drain()
+    with hold(model_folder.step_folder(tmp_path, 1)):
+        for step in (2, 3):
+            saver.save(step, parts(step), {})
+            saver.drain()
+        assert model_folder.saved_steps(tmp_path) == [1, 3]
+        assert newest(tmp_path) == (model_folder.step_folder(tmp_path, 3), [])
+    saver.save(4, parts(4), {})
+    saver.wait()
+    assert model_folder.saved_steps(tmp_path) == [4]
+
+    # Said once, with what it takes on the disk.
+    (warning,) = [event for event in events if isinstance(event, Warned)]
+    assert warning.step == 2
+    assert "step-00000001 is being read" in warning.reason
+    assert "KiB" in warning.reason
+
+
+def test_best_weights_that_are_read_are_left_for_a_later_save(tmp_path: Path) -> None:
+    events: list[object] = []
+    saver = Saver(tmp_path, 1, False, emit=events.append)
+    saver.save(1, parts(1), {}, best=True, weights_only=True)
+    with hold(model_folder.weights_folder(tmp_path, 1)):
+        saver.save(2, parts(2), {}, best=True, weights_only=True)
+        assert model_folder.best_weight_steps(tmp_path) == [1, 2]
+    saver.save(3, parts(3), {}, best=True, weights_only=True)
+    assert model_folder.best_weight_steps(tmp_path) == [3]
+    assert ["best-00000001" in event.reason for event in events if isinstance(event, Warned)] == [
+        True
+    ]
+
+
+def test_a_full_disk_makes_no_room_by_deleting_what_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1, 2)
+    usage = shutil.disk_usage(tmp_path)
+    oldest = model_folder.step_folder(tmp_path, 1)
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: usage._replace(free=0 if oldest.exists() else usage.free)
+    )
+    events: list[object] = []
+    saver = Saver(tmp_path, 3, False, emit=events.append)
+    with hold(oldest):
+        saver.save(3, parts(3), {})
+    assert model_folder.saved_steps(tmp_path) == [1, 2]
+    first, second = [event.reason for event in events if isinstance(event, Warned)]
+    assert "step-00000001 is being read" in first
+    assert "step 3 was not saved" in second
+
+    # The reader has ended: there is room.
+    saver.save(3, parts(3), {})
+    saver.wait()
+    assert model_folder.saved_steps(tmp_path) == [2, 3]
+
+
 def test_older_checkpoints_that_cannot_be_deleted_are_no_failed_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(folder: Path) -> None:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    monkeypatch.setattr(checkpoint, "remove_folder", refuse)
+    monkeypatch.setattr(checkpoint, "remove_unread", refuse)
     events = save(tmp_path, 1, 2, keep=1)
     assert [event.step for event in events if isinstance(event, Saved)] == [1, 2]
     (warning,) = [event.reason for event in events if isinstance(event, Warned)]

@@ -80,6 +80,8 @@ def command(
     from bloomery.hardware.calibration import store, write_calibration
     from bloomery.hardware.cpu_check import with_cpu_check
     from bloomery.hardware.detect import detect
+    from bloomery.recipe.load import load_recipe
+    from bloomery.runs.held_sources import held_sources
 
     # What was typed wrong is refused before the machine is looked at and a child is started.
     contributor = author_name(contributor)
@@ -87,6 +89,8 @@ def command(
     limit_seconds = seconds_of(limit)
     bench = Bench(recipe=recipe, overrides=overrides, machine=with_cpu_check(detect()))
     table = Table(to_stderr=as_json, limit=limit_seconds)
+    sources = held_sources(load_recipe(recipe, overrides).recipe)
+    click.get_current_context().with_resource(sources)
     plan = bench.plan()
     largest, trials, rows = table.measure(bench, plan, settings)
 

@@ -314,21 +314,29 @@ def command(
     use = chosen_use(devices, quantize)
     episodes = episodes_of(tools, environment, max_turns)
     from bloomery.data.chat.render import chat_format
-    from bloomery.infer.generate import load_model
-    from bloomery.infer.model_folder import find_model
+    from bloomery.infer.generate import load_files
+    from bloomery.infer.held_model import held_model
     from bloomery.infer.picture_prompts import Eyes, picture_source
     from bloomery.infer.sampling import Sampling
     from bloomery.infer.speculation import speculation_of
 
-    decoder, tokenizer = load_model(folder, step=step, use=use, on_load=loading)
+    with ExitStack() as holds:
+        files = holds.enter_context(held_model(folder, step))
+        decoder, tokenizer = load_files(files, where=str(folder), use=use, on_load=loading)
+        # What reads pictures is read from the files with the first of them; all else is in memory now.
+        source = picture_source(files)
+        held = ExitStack() if source is None else holds.pop_all()
     speculation = speculation_of(
         decoder, tokenizer, lookup=prompt_lookup, draft=draft_path, use=use, on_load=loading
     )
-    files = find_model(folder, step)
-    source = picture_source(files)
     eyes = None if source is None else Eyes(decoder, files, source)
     encoder = None if eyes is None else eyes.encoder
-    with text_flags(), chat_format(tokenizer, template, encoder) as form, ExitStack() as stack:
+    with (
+        held,
+        text_flags(),
+        chat_format(tokenizer, template, encoder) as form,
+        ExitStack() as stack,
+    ):
         sampling = Sampling(**settings)
         live = None
         if episodes is not None:

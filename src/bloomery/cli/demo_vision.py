@@ -169,15 +169,16 @@ def _ask(folder: Path, story: Story, kill: Kill | None, start_time: float) -> di
 
 
 def _scores_of(model: Path, step: str, *, control: bool) -> "PictureScores":
-    from bloomery.evals.evaluate import load_to_evaluate
+    from bloomery.evals.evaluate import load_files
     from bloomery.evals.picture_scores import score_pictures
-    from bloomery.infer.model_folder import find_model
+    from bloomery.infer.held_model import held_model
     from bloomery.infer.picture_prompts import open_eyes
 
-    decoder, tokenizer = load_to_evaluate(model, step=step)
-    encoder = open_eyes(decoder, find_model(model, step))
-    examples = other_examples(NUM_ASKED)
-    scores, _ = score_pictures(
-        decoder, tokenizer, encoder, examples, where=str(model), control=control
-    )
+    with held_model(model, step) as files:
+        decoder, tokenizer = load_files(files)
+        encoder = open_eyes(decoder, files)
+        examples = other_examples(NUM_ASKED)
+        scores, _ = score_pictures(
+            decoder, tokenizer, encoder, examples, where=str(model), control=control
+        )
     return scores

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -131,8 +132,8 @@ def command(
     from bloomery.data.top_scores import ScoresHeader
     from bloomery.infer.answer_files import Shard, answer_file, shard_of, training_row
     from bloomery.infer.dataset_prompts import dataset_prompts
-    from bloomery.infer.generate import Speed, load_model, writer
-    from bloomery.infer.model_folder import find_model
+    from bloomery.infer.generate import Speed, load_files, writer
+    from bloomery.infer.held_model import held_model
     from bloomery.infer.picture_prompts import Eyes, picture_source, seeing_source
     from bloomery.infer.sampling import Sampling
     from bloomery.infer.speculation import speculation_of
@@ -140,9 +141,12 @@ def command(
 
     part = Shard(0, 1) if shard is None else shard_of(shard)
     chat = chat or data is not None or bool(images)
-    files = find_model(folder, step)
-    source = seeing_source(files) if images else picture_source(files)
-    decoder, tokenizer = load_model(folder, step=step, use=use, on_load=loading)
+    with ExitStack() as holds:
+        files = holds.enter_context(held_model(folder, step))
+        source = seeing_source(files) if images else picture_source(files)
+        decoder, tokenizer = load_files(files, where=str(folder), use=use, on_load=loading)
+        # What reads pictures is read from the files with the first of them; all else is in memory now.
+        held = ExitStack() if source is None else holds.pop_all()
     speculation = speculation_of(
         decoder, tokenizer, lookup=prompt_lookup, draft=draft_path, use=use, on_load=loading
     )
@@ -155,16 +159,19 @@ def command(
     printable = harmless if sys.stdout.isatty() else str
     prompt_end = "\n" if chat else ""
     sampling = Sampling(**settings)
-    with writer(
-        decoder,
-        tokenizer,
-        sampling,
-        stop,
-        chat=chat,
-        speed=speed,
-        schema=schema,
-        pictures=encoder if chat else None,
-    ) as generator:
+    with (
+        held,
+        writer(
+            decoder,
+            tokenizer,
+            sampling,
+            stop,
+            chat=chat,
+            speed=speed,
+            schema=schema,
+            pictures=encoder if chat else None,
+        ) as generator,
+    ):
 
         def answered() -> Iterator[Json]:
             """What is printed of each prompt."""

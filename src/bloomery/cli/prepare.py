@@ -71,6 +71,7 @@ def command(
     from bloomery.data.prepare.workers import fewer_workers
     from bloomery.plan.gather import fetch_text
     from bloomery.plan.reward_code import refuse_missing_reward_files
+    from bloomery.runs.held_sources import held_sources
 
     if page is not None and num_previews is None:
         problem = "--html writes what --preview shows"
@@ -93,7 +94,7 @@ def command(
 
     if (warning := fewer_workers(loaded_recipe.recipe.data.num_proc)) is not None:
         echo(f"warning    {warning}")
-    with reporting() as report:
+    with reporting() as report, held_sources(loaded_recipe.recipe):
         manifest = prepare(loaded_recipe, folder, report=report)
     _summarize(manifest, loaded_recipe, folder, check=check)
     if check:
@@ -454,10 +455,15 @@ def train(recipe: str, overrides: tuple[str, ...]) -> None:
     """
     from bloomery.data.prepare.prepare import preparation, prepared_folder
     from bloomery.recipe.load import load_recipe
+    from bloomery.runs.held_sources import held_sources
 
     loaded_recipe = load_recipe(recipe, overrides)
     folder = prepared_folder(loaded_recipe, Path())
-    with reporting() as report, preparation(loaded_recipe, folder, report=report) as preparing:
+    with (
+        reporting() as report,
+        held_sources(loaded_recipe.recipe),
+        preparation(loaded_recipe, folder, report=report) as preparing,
+    ):
         tokenizer = preparing.begin()
     print_tokenizer(loaded_recipe, tokenizer.vocab_size, tokenizer.hash)
     click.echo(f"folder     {folder}")
@@ -475,13 +481,15 @@ def inspect(folder: str, text: str) -> None:
     """
     from bloomery.data.prepare.stats import pieces
     from bloomery.data.tokenizer.tokenizer import load_tokenizer
-    from bloomery.infer.model_folder import model_folder
+    from bloomery.infer.held_model import held_folder
 
     # A folder that is a run means the tokenizer of its last checkpoint.
     path = expanded(folder)
     if not path.exists() or is_run(path):
-        path = model_folder(find_run(folder), "last")
-    tokenizer = load_tokenizer(path)
+        with held_folder(find_run(folder), "last") as checkpoint:
+            tokenizer = load_tokenizer(checkpoint)
+    else:
+        tokenizer = load_tokenizer(path)
 
     ids = tokenizer.encode(text)
     bytes_of_token = tokenizer.token_bytes()

@@ -21,7 +21,8 @@ from bloomery.core.errors import UserError
 from bloomery.core.run_folder import propose_folder
 from bloomery.core.signals import StopRequests
 from bloomery.core.units import Duration, format_bytes, format_seconds
-from bloomery.infer.model_folder import NOT_SAVED, find_model
+from bloomery.infer.held_model import held_model
+from bloomery.infer.model_folder import NOT_SAVED
 from bloomery.monitor.events import (
     EvalDone,
     Event,
@@ -401,14 +402,14 @@ def _export(folder: Path) -> None:
     from bloomery.export.layouts import export, export_adapter
 
     start_time = time.perf_counter()
-    model = find_model(folder, "last")
     export_folder = folder / "export"
-    if model.base is None:
-        exported = export(model.weights, export_folder)
-        layout = "Hugging Face"
-    else:
-        exported = export_adapter(model, export_folder)
-        layout = "PEFT"
+    with held_model(folder, "last") as model:
+        if model.base is None:
+            exported = export(model.weights, export_folder)
+            layout = "Hugging Face"
+        else:
+            exported = export_adapter(model, export_folder)
+            layout = "PEFT"
     text = f"{format_bytes(exported.bytes)} in {layout} format, read back and run"
     report("export", text, time.perf_counter() - start_time)
 

@@ -107,6 +107,7 @@ def command(
     from bloomery.cli.bench import seconds_of
     from bloomery.cli.train import time_compiling
     from bloomery.recipe.axes import axes_of
+    from bloomery.runs.held_sources import held_sources
     from bloomery.sweep.drive import Sweep
     from bloomery.sweep.points import EXAMPLE, WHERE, points_of, ranges_of
     from bloomery.sweep.scores import metric_of
@@ -116,7 +117,9 @@ def command(
     # What was typed wrong in any combination is refused before the first one trains.
     budget_seconds = None if budget is None else seconds_of(budget, "--budget")
     points = points_of(recipe, overrides, search=search, runs=runs, seed=seed)
-    ranked_by = metric_of([point.recipe.recipe for point in points], metric, task)
+    recipes = [point.recipe.recipe for point in points]
+    click.get_current_context().with_resource(held_sources(*recipes))
+    ranked_by = metric_of(recipes, metric, task)
     slots, reports = _slots(points, devices, per_device)
     plans = [report.plan for report in reports]
     expected_seconds = _mean_seconds(plans)

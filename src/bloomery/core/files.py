@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from fcntl import LOCK_EX, LOCK_NB, LOCK_SH, flock
 from io import BufferedReader
 from itertools import islice
 from pathlib import Path
@@ -58,10 +57,22 @@ def try_lock(descriptor: int, *, shared: bool = False) -> bool:
     without -o flock, some NFS folders). The kernel releases the lock when the process ends.
     """
     try:
+        from fcntl import LOCK_EX, LOCK_NB, LOCK_SH, flock
+    except ImportError:  # not POSIX
+        return True
+    try:
         flock(descriptor, (LOCK_SH if shared else LOCK_EX) | LOCK_NB)
     except OSError as error:
         return not isinstance(error, BlockingIOError)
     return True
+
+
+def in_place(path: Path, descriptor: int) -> bool:
+    """Whether the open file is the one at `path`: it was neither deleted nor replaced."""
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(descriptor))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def irregular(path: Path) -> UserError:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from bloomery.core.errors import UserError
 from bloomery.core.files import (
     abandoned,
+    in_place,
     irregular,
     open_regular,
     read_whole,
@@ -204,13 +205,6 @@ def beats(lock: Path) -> bool:
         probe.unlink(missing_ok=True)
 
 
-def _in_place(lock: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(lock.lstat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
-
-
 def _in_use(folder: RunFolder, holder: dict[str, Any]) -> UserError:
     holder_text = f"process {holder['pid']} on {holder['host']}" if holder else "another process"
     on_host = f" (on {holder['host']})" if holder and holder["host"] != host_name() else ""
@@ -234,7 +228,7 @@ def _beating(lock: Path, descriptor: int, text: str) -> Iterator[None]:
             os.utime(descriptor)
             # A full disk or a deleted folder: writing events reports that.
             with suppress(OSError, UserError):
-                if not _in_place(lock, descriptor) and holder_of(lock) in ({}, json.loads(text)):
+                if not in_place(lock, descriptor) and holder_of(lock) in ({}, json.loads(text)):
                     write_durably(lock, text)  # the file was deleted
 
     thread = threading.Thread(target=beat, name="lock", daemon=True)

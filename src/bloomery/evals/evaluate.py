@@ -31,8 +31,9 @@ from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, refuse_
 from bloomery.evals.picture_scores import PictureScores, score_pictures
 from bloomery.evals.rewards import RewardScores, evaluate_rewards
 from bloomery.facts.config import refuse_values
+from bloomery.infer.held_model import held_model
 from bloomery.infer.load import OnText, Use, load_used
-from bloomery.infer.model_folder import ModelFiles, find_model
+from bloomery.infer.model_folder import ModelFiles
 from bloomery.infer.picture_prompts import open_eyes
 from bloomery.model.decoder import Decoder
 from bloomery.plan.store import read_plan
@@ -107,11 +108,38 @@ def evaluate_model(
             )
         plan = read_plan(model / "plan.json")
         data = plan.data.prepared
-    decoder, tokenizer = load_to_evaluate(model, step=step, use=use, on_load=on_load)
+    with held_model(model, step) as files:
+        return _evaluated(
+            files,
+            model,
+            data,
+            plan,
+            bos=bos,
+            template=template,
+            use=use,
+            on_load=on_load,
+            trust_code=trust_code,
+        )
+
+
+def _evaluated(
+    files: ModelFiles,
+    model: Path,
+    data: Path,
+    plan: RunPlan | None,
+    *,
+    bos: bool,
+    template: str | None,
+    use: Use | None,
+    on_load: OnText,
+    trust_code: bool,
+) -> tuple[TextScores | PictureScores | PairMetrics | RewardScores, list[str]]:
+    """`evaluate_model` of the model that was found in `files`. `plan`: of the run whose validation set `data` is."""
+    decoder, tokenizer = load_files(files, use, on_load)
     rewarded = _plan_with_rewards(model)
     if rewarded is not None and (plan is not None or is_prompts(data)):
         rows = None if plan is not None else data
-        add_tuned_vision(decoder, rewarded, find_model(model, step).weights)
+        add_tuned_vision(decoder, rewarded, files.weights)
         return evaluate_rewards(
             decoder, tokenizer, rewarded, model, rows, template=template, trust_code=trust_code
         )
@@ -121,13 +149,12 @@ def evaluate_model(
     if plan is None and not (data / "manifest.json").is_file():
         examples = examples_with_pictures(data, tokenizer)
         if examples is not None:
-            encoder = open_eyes(decoder, find_model(model, step))
+            encoder = open_eyes(decoder, files)
             return score_pictures(
                 decoder, tokenizer, encoder, examples, where=str(data), template=template
             )
     if plan is not None and bos and template is None:
-        weights = find_model(model, step).weights
-        as_trained = evaluate_as_trained(decoder, tokenizer, plan, weights)
+        as_trained = evaluate_as_trained(decoder, tokenizer, plan, files.weights)
         if as_trained is not None:
             return as_trained
     result, notes = evaluate(decoder, tokenizer, data, bos=bos, template=template)
@@ -166,7 +193,8 @@ def load_to_evaluate(
 
     Raises UserError when there is none, or when it is damaged.
     """
-    return _load(find_model(model, step), use, on_load)
+    with held_model(model, step) as files:
+        return load_files(files, use, on_load)
 
 
 def load_found(
@@ -177,12 +205,15 @@ def load_found(
     on_load: OnText = lambda _: None,
 ) -> tuple[Decoder, Tokenizer]:
     """`load_to_evaluate` from `files`. Raises UserError for a reward model."""
-    decoder, tokenizer = _load(files, use, on_load)
+    decoder, tokenizer = load_files(files, use, on_load)
     refuse_values(decoder.config, where=where)
     return decoder, tokenizer
 
 
-def _load(files: ModelFiles, use: Use | None, on_load: OnText) -> tuple[Decoder, Tokenizer]:
+def load_files(
+    files: ModelFiles, use: Use | None = None, on_load: OnText = lambda _: None
+) -> tuple[Decoder, Tokenizer]:
+    """`load_to_evaluate` from `files`, also of a reward model. Raises UserError."""
     use = use or Use.local()
     dtype = torch.float32 if use.device == "cpu" else None
     decoder = load_used(files, use, dtype=dtype, on_load=on_load)

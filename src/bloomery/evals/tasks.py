@@ -30,8 +30,8 @@ from bloomery.evals.statistics import (
     compare_corpora,
     compare_scores,
 )
+from bloomery.infer.held_model import held_model
 from bloomery.infer.load import OnText, Use
-from bloomery.infer.model_folder import ModelFiles, find_model
 from bloomery.infer.sampling import NotFinite
 from bloomery.model.compiled_step import compile_step
 from bloomery.model.decoder import Decoder
@@ -134,10 +134,9 @@ def compare_on_texts(
     if (data / "manifest.json").is_file():
         hashed = read_manifest(data).tokenizer_hash
         for named_model in (model, against):
-            if (
-                load_tokenizer(find_model(named_model.folder, named_model.step).tokenizer).hash
-                != hashed
-            ):
+            with held_model(named_model.folder, named_model.step) as files:
+                tokenizer = load_tokenizer(files.tokenizer)
+            if tokenizer.hash != hashed:
                 problem = (
                     f"the validation set is tokenized, and {named_model.name} has another tokenizer"
                 )
@@ -209,18 +208,21 @@ def _report(
 ) -> TaskReport:
     """Loads one model at a time."""
 
-    def scored(name: str, files: ModelFiles) -> TaskScores:
-        decoder, tokenizer = load_found(files, where=name, use=use, on_load=on_load)
+    def scored(scored_model: Named) -> tuple[TaskScores, Path]:
+        """The scores, and the folder of the weights, which are read before the first item."""
+        with held_model(scored_model.folder, scored_model.step) as files:
+            decoder, tokenizer = load_found(
+                files, where=scored_model.name, use=use, on_load=on_load
+            )
         if kind not in ("text", "multiple-choice"):  # the others write completions
             compile_step(decoder, on_load)
-        return score(decoder, tokenizer)
+        return score(decoder, tokenizer), files.weights
 
-    files = find_model(model.folder, model.step)
     second_scores = None
-    first_scores = scored(model.name, files)
+    first_scores, weights = scored(model)
     if against is not None:
         gc.collect()  # the first decoder has cycles
-        second_scores = scored(against.name, find_model(against.folder, against.step))
+        second_scores, _ = scored(against)
     results, left_out = _results(first_scores, second_scores)
     notes = list(
         dict.fromkeys(
@@ -239,7 +241,7 @@ def _report(
     items = max(result.items for result in results)
     other_name = None if against is None else against.name
     report = TaskReport(task, kind, model.name, other_name, items, results, outputs, tuple(notes))
-    return _recorded(report, model, files)
+    return _recorded(report, model, weights)
 
 
 def _results(
@@ -302,15 +304,15 @@ def _corpus_result(model: CorpusScores, against: Scores | CorpusScores | None) -
     )
 
 
-def _recorded(report: TaskReport, model: Named, files: ModelFiles) -> TaskReport:
+def _recorded(report: TaskReport, model: Named, weights: Path) -> TaskReport:
     """The report; a run gets an event per metric."""
     path = model.folder / "events.jsonl"
-    if files.weights.parent != model.folder / "checkpoints" or not path.is_file():
+    if weights.parent != model.folder / "checkpoints" or not path.is_file():
         return report
     try:
         with EventLog(path) as log:
             for result in report.results:
-                log(_event(report, result, step=int(files.weights.name.rpartition("-")[2])))
+                log(_event(report, result, step=int(weights.name.rpartition("-")[2])))
     except (OSError, UserError) as error:
         problem = error.strerror if isinstance(error, OSError) else error.problem
         notes = (*report.notes, f"not recorded in the run: {problem}")

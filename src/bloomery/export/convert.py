@@ -38,6 +38,7 @@ from bloomery.export.layouts import (
 )
 from bloomery.facts.config import ModelConfig, checked_config
 from bloomery.facts.pictures import vision_of
+from bloomery.infer.held_model import held_model
 from bloomery.infer.load import Use
 from bloomery.infer.model_folder import ModelFiles, find_model
 from bloomery.model.configs import grown, stated_config
@@ -92,7 +93,7 @@ def convert(
             proofs += [f"read: {proof}" for proof in imported.proofs]
             files = find_model(folder)
         else:
-            files = find_model(source, step)
+            files = stack.enter_context(held_model(source, step))
 
         # Changes are made in a folder, too.
         if is_changed:

@@ -77,7 +77,7 @@ from bloomery.facts.counting import (
 from bloomery.facts.hf_config import config_to_hf
 from bloomery.facts.pictures import Vision, vision_of
 from bloomery.infer.load import Use
-from bloomery.infer.model_folder import ModelFiles, explains_deletion
+from bloomery.infer.model_folder import ModelFiles
 from bloomery.model.adapters.base_changes import changes_of_base
 from bloomery.model.adapters.lora import stack_adapter
 from bloomery.model.adapters.peft_reading import base_tensors, read_adaptation, tower_changes
@@ -369,7 +369,6 @@ def _draft_file(out: Path) -> AbstractContextManager[Path]:
     return draft_of(out, "file")
 
 
-@explains_deletion
 def export_gguf(
     files: ModelFiles, out: Path, *, kind: str = "f16", verify: bool = True, use: Use | None = None
 ) -> Exported:
@@ -568,7 +567,6 @@ def _to_write(draft: Path, kind: str) -> Iterator[tuple[Path, str]]:
         plain.unlink(missing_ok=True)
 
 
-@explains_deletion
 def export_gguf_adapter(files: ModelFiles, out: Path, *, kind: str = "f16") -> Exported:
     """Writes a LoRA adapter as the new file `out` for `llama-cli --lora`. Raises UserError for what llama.cpp's LoRA
     cannot hold.

@@ -30,7 +30,7 @@ from bloomery.facts.counting import parameter_shapes
 from bloomery.facts.hf_config import config_to_hf, text_part
 from bloomery.facts.pictures import vision_of
 from bloomery.infer.load import Use
-from bloomery.infer.model_folder import ModelFiles, explains_deletion
+from bloomery.infer.model_folder import ModelFiles
 from bloomery.model.adapters.base_changes import BaseChanges, refuse_unmergeable_biases
 from bloomery.model.adapters.lora import LoraLinear, adapt_as, is_added, stack_adapter
 from bloomery.model.adapters.peft_files import read_trained, write_as_peft
@@ -101,7 +101,6 @@ class Exported:
 # The layouts
 
 
-@explains_deletion
 def export(
     source: Path,
     out: Path,
@@ -187,7 +186,6 @@ def _compare_bytes(tensors: Mapping[str, StoredTensor], draft: Path) -> None:
                 )
 
 
-@explains_deletion
 def export_adapter(
     model_files: ModelFiles, out: Path, *, verify: bool = True, use: Use | None = None
 ) -> Exported:
@@ -241,7 +239,6 @@ def export_adapter(
     return finished_export(out, proofs)
 
 
-@explains_deletion
 def export_merged(
     model_files: ModelFiles,
     out: Path,
@@ -293,7 +290,6 @@ def export_merged(
     return finished_export(out, proofs)
 
 
-@explains_deletion
 def export_vllm(
     files: ModelFiles, out: Path, *, verify: bool = True, use: Use | None = None
 ) -> Exported:

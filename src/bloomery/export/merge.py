@@ -29,8 +29,9 @@ from bloomery.export.layouts import (
 )
 from bloomery.facts.config import ModelConfig
 from bloomery.facts.counting import parameter_shapes
+from bloomery.infer.held_model import held_model
 from bloomery.infer.load import Use
-from bloomery.infer.model_folder import ModelFiles, find_model
+from bloomery.infer.model_folder import ModelFiles
 from bloomery.model.adapters.settings import Base
 from bloomery.model.io.parameters import dtype_in
 from bloomery.model.io.stored import dtype_of
@@ -152,16 +153,17 @@ def export_several(
     Equal to PEFT's `add_weighted_adapter` with `combination_type="cat"`, merged. Otherwise as `merge`.
     """
     base, *adapters = str(model).split("+")
-    files = [find_model(Path(f"{base}+{adapter}"), step) for adapter in adapters]
-    return merge(
-        files,
-        out,
-        base=find_model(Path(base)),
-        weights=weights,
-        dtype=dtype,
-        verify=verify,
-        use=use,
-    )
+    with ExitStack() as stack:
+        adapted_models = [Path(f"{base}+{adapter}") for adapter in adapters]
+        return merge(
+            [stack.enter_context(held_model(adapted, step)) for adapted in adapted_models],
+            out,
+            base=stack.enter_context(held_model(Path(base))),
+            weights=weights,
+            dtype=dtype,
+            verify=verify,
+            use=use,
+        )
 
 
 def is_several(model: Path) -> bool:

@@ -1,6 +1,6 @@
 """Inference: a model is loaded, texts are decoded, tokens are sampled, and become text.
 
-  load:    find_model (`model_folder.py`) -> load_used (`load.py`) -> compile_step, on a CPU (`model/compiled_step.py`)
+  load:    held_model (`held_model.py`) -> load_used (`load.py`) -> compile_step, on a CPU (`model/compiled_step.py`)
   decode:  generate, serve, completions -> RunningBatch (`decode.py`) -> Past (`past.py`) -> Cache (`model/cache.py`)
   sample:  each text from its own random numbers, or all rows at once (`sampling.py`; the table in `decode.py`)
   text:    tokens -> OutputText: whole characters, up to a stop text (`text.py`)

@@ -1,6 +1,7 @@
 """Text generation: completions and chat replies, in pieces that are whole characters."""
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,10 +27,11 @@ from bloomery.infer.decode import (
     sample_tokens,
 )
 from bloomery.infer.grammar import JsonGrammars
+from bloomery.infer.held_model import held_model
 from bloomery.infer.load import OnText, Use, load_used
-from bloomery.infer.model_folder import ModelFiles, find_model
+from bloomery.infer.model_folder import TOKENIZERS, ModelFiles
 from bloomery.infer.past import Past
-from bloomery.infer.picture_prompts import Eyes, seeing_source
+from bloomery.infer.picture_prompts import Eyes, picture_source, seeing_source
 from bloomery.infer.sampling import Sampling, known_ids
 from bloomery.infer.text import OutputText, text_pieces
 from bloomery.model.compiled_step import compile_step
@@ -45,9 +47,18 @@ def load_model(
 
     Raises UserError, also for a reward model.
     """
-    model_loaded = Model.load(model, step=step, use=use, on_load=on_load)
-    refuse_values(model_loaded.decoder.config, where=str(model))
-    return model_loaded.decoder, model_loaded.tokenizer
+    with held_model(model, step) as files:
+        return load_files(files, where=str(model), use=use, on_load=on_load)
+
+
+def load_files(
+    files: ModelFiles, *, where: str, use: Use | None = None, on_load: OnText = lambda _: None
+) -> tuple[Decoder, Tokenizer]:
+    """`load_model` from `files`: everything is in memory, but for what reads pictures. Raises UserError."""
+    decoder = load_used(files, use or Use.local(), on_load=on_load, decodes=True)
+    refuse_values(decoder.config, where=where)
+    compile_step(decoder, on_load)
+    return decoder, load_tokenizer(files.tokenizer)
 
 
 @final
@@ -63,10 +74,19 @@ class Model:
         model: Path, *, step: str = "best", use: Use | None = None, on_load: OnText = lambda _: None
     ) -> "Model":
         """The model that `find_model` finds. Raises UserError."""
-        files = find_model(model, step)
-        decoder = load_used(files, use or Use.local(), on_load=on_load, decodes=True)
-        compile_step(decoder, on_load)
-        return Model(decoder, files)
+        with ExitStack() as holds:
+            files = holds.enter_context(held_model(model, step))
+            decoder = load_used(files, use or Use.local(), on_load=on_load, decodes=True)
+            compile_step(decoder, on_load)
+            loaded = Model(decoder, files)
+
+            # Read now, while the files are held. A model that sees holds them as long as it lives: it reads its tower
+            # and its image processor with the first picture.
+            if any((files.tokenizer / name).is_file() for name in TOKENIZERS):
+                _ = loaded.tokenizer
+            if picture_source(files) is not None:
+                weakref.finalize(loaded, holds.pop_all().close)
+            return loaded
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -27,7 +27,7 @@ from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile, build_profile
 from bloomery.infer.decoding_kernel import decoding_problem
 from bloomery.infer.forward import autocast_forward, prepare_weights
-from bloomery.infer.model_folder import ModelFiles, explained_deletion
+from bloomery.infer.model_folder import ModelFiles
 from bloomery.model.adapters.settings import is_adapter_folder, read_settings
 from bloomery.model.configs import headers_of, stated_config, untied_note
 from bloomery.model.decoder import Decoder
@@ -121,8 +121,7 @@ def load_used(
     fit. `cached`: the slots of the KV cache, and the tokens of each at most. `decodes`: new tokens go to a kernel for
     decoding, where the GPU has one. `tower`: parameters of a vision tower that is loaded after that.
     """
-    with explained_deletion(files.weights):
-        return _load(files, use, dtype, on_load, cached, decodes=decodes, tower=tower)[0]
+    return _load(files, use, dtype, on_load, cached, decodes=decodes, tower=tower)[0]
 
 
 def load_fitting(
@@ -139,8 +138,7 @@ def load_fitting(
 
     `parts`: the KV caches of how many models share the free memory.
     """
-    with explained_deletion(files.weights):
-        return _load(files, use, None, on_load, (slots, None), parts, decodes=True, tower=tower)
+    return _load(files, use, None, on_load, (slots, None), parts, decodes=True, tower=tower)
 
 
 def _load(

@@ -11,13 +11,11 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import wraps
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import (
@@ -30,6 +28,7 @@ from bloomery.core.files import (
     unstamped,
     write_durably,
 )
+from bloomery.core.held_files import HeldFiles, claimed
 from bloomery.model.adapters.settings import base_folder, is_adapter_folder
 from bloomery.plan.store import read_identity, read_plan
 from bloomery.recipe.schema import Quantize
@@ -240,16 +239,33 @@ def _steps_of(checkpoints: Path, prefix: str) -> list[int]:
     return sorted(int(number) for number in numbers if number.isdecimal())
 
 
-def newest_valid(checkpoints: Path, *, on_damage: Callable[[str], None]) -> Path | None:
-    """The newest valid checkpoint, or None. Calls `on_damage` for newer, damaged ones. Raises as `refuse_other_run`."""
-    for step in reversed(saved_steps(checkpoints)):
-        folder = step_folder(checkpoints, step)
-        problem = damage(folder)
+def newest_valid(
+    checkpoints: Path, *, on_damage: Callable[[str], None], holds: HeldFiles | None = None
+) -> Path | None:
+    """The newest valid checkpoint, or None. Calls `on_damage` for newer, damaged ones. Raises as `refuse_other_run`.
+
+    `holds`: as in `model_folder`.
+    """
+    damaged_steps = set[int]()
+    # The steps are listed again after each: the run that writes them may delete one meanwhile.
+    while steps := [step for step in saved_steps(checkpoints) if step not in damaged_steps]:
+        folder = step_folder(checkpoints, steps[-1])
+        problem = _problem_of_held(folder, holds)
         if problem is None:
             refuse_other_run(folder)
             return folder
-        on_damage(f"checkpoint {folder.name} is damaged and ignored: {problem}")
+        if folder.is_dir():
+            damaged_steps.add(steps[-1])
+            on_damage(f"checkpoint {folder.name} is damaged and ignored: {problem}")
     return None
+
+
+def _problem_of_held(folder: Path, holds: HeldFiles | None) -> str | None:
+    """`damage` of a folder that `holds` keeps from now on, if it is given and the folder is still there."""
+    manifest = folder / MANIFEST
+    if holds is not None and manifest.is_file() and not holds.take(manifest):
+        return "it was deleted meanwhile"
+    return damage(folder)
 
 
 def note_best(checkpoints: Path, step: int) -> None:
@@ -283,14 +299,34 @@ def restore_best(checkpoints: Path, *, step: int, best: int | None) -> bool:
 
     Best weights of later steps are deleted: the run takes these steps again.
     """
+    # Noted before any is deleted: a reader of the best one finds it deleted, and then reads here which one is the best.
+    is_on_disk = best is not None and folder_of_step(checkpoints, best).is_dir()
+    if best is not None and is_on_disk:
+        note_best(checkpoints, best)
+    else:
+        (checkpoints / BEST).unlink(missing_ok=True)
+
+    # One that is being read stays until the next save, which deletes what is not the best.
     for later in best_weight_steps(checkpoints):
         if later > step:
-            remove_folder(weights_folder(checkpoints, later))
-    if best is None or not folder_of_step(checkpoints, best).is_dir():
-        (checkpoints / BEST).unlink(missing_ok=True)
-        return best is None
-    note_best(checkpoints, best)
+            remove_unread(weights_folder(checkpoints, later))
+    return best is None or is_on_disk
+
+
+def remove_unread(folder: Path) -> bool:
+    """`remove_folder`, unless somebody reads it (`held_model`); whether it was deleted."""
+    with claimed([folder / MANIFEST]) as held_file:
+        if held_file is not None:
+            return False
+        # Nobody finds it under this name: what is left is deleted without the lock.
+        aside = _renamed_aside(folder, "gone")
+    remove(aside)
     return True
+
+
+def manifests_of(run_dir: Path) -> list[Path]:
+    """The files that readers of the run's checkpoints hold."""
+    return sorted((run_dir / "checkpoints").glob(f"*/{MANIFEST}"))
 
 
 def remove_folder(folder: Path) -> None:
@@ -348,58 +384,36 @@ class ModelFiles:
     trained: Trained | None = None  # None: not a run's checkpoint, or the plan has another format
 
 
-def find_model(model: Path, step: str = "best") -> ModelFiles:
-    """Resolve a MODEL argument as `model_folder`, or BASE+ADAPTER. Raises UserError."""
+def find_model(model: Path, step: str = "best", holds: HeldFiles | None = None) -> ModelFiles:
+    """Resolve a MODEL argument as `model_folder`, or BASE+ADAPTER. Raises UserError.
+
+    A run may delete what is found at any time: whoever reads the files uses `held_model`.
+    """
     base, adapter = base_and_adapter(model)
-    weights = model_folder(adapter, step)
+    weights = model_folder(adapter, step, holds)
     if not is_adapter_folder(weights):
         if base is not None:
             fix = "name the folder of an adapter, or a run that trained one, after the +"
             raise UserError(f"not an adapter: {adapter.name}", where=str(adapter), fix=fix)
         return ModelFiles(weights, None, weights, _trained(weights))
-    base_weights = base_folder(weights) if base is None else model_folder(base)
+    base_weights = base_folder(weights) if base is None else model_folder(base, holds=holds)
+    if base is None and holds is not None and (base_weights / MANIFEST).is_file():
+        holds.take(base_weights / MANIFEST)
     has_tokenizer = any((weights / name).is_file() for name in TOKENIZERS)
     tokenizer = weights if has_tokenizer else base_weights
     return ModelFiles(weights, base_weights, tokenizer, _trained(weights))
 
 
-@contextmanager
-def explained_deletion(weights: Path) -> Iterator[None]:
-    """Any error while a checkpoint is read becomes a UserError about its deletion, where a run deleted it meanwhile."""
-    try:
-        yield
-    except Exception as error:
-        if weights.parent.name != "checkpoints" or weights.is_dir():
-            raise
-        raise _deletion(weights) from error
-
-
-Source = TypeVar("Source", Path, ModelFiles)
-P = ParamSpec("P")
-Result = TypeVar("Result")
-
-
-def explains_deletion(
-    reader: Callable[Concatenate[Source, P], Result],
-) -> Callable[Concatenate[Source, P], Result]:
-    """A function whose first argument is the model it reads, with `explained_deletion`."""
-
-    @wraps(reader)
-    def explaining(source: Source, /, *args: P.args, **kwargs: P.kwargs) -> Result:
-        weights = source.weights if isinstance(source, ModelFiles) else source
-        with explained_deletion(weights):
-            return reader(source, *args, **kwargs)
-
-    return explaining
-
-
-def _deletion(folder: Path) -> UserError:
-    """The error for a checkpoint that was deleted after its name was read."""
-    checkpoints = folder.parent
+def deletion(folder: Path) -> UserError:
+    """The error for a folder that was deleted, or replaced by another of its name, while it was read."""
+    what_happened = "replaced" if folder.is_dir() else "deleted"
+    if folder.parent.name != "checkpoints":
+        problem = f"{folder.name} was {what_happened} meanwhile"
+        return UserError(problem, where=str(folder), fix="run the command again")
     step = folder.name.rpartition("-")[2].lstrip("0") or "0"
-    left_steps = ", ".join(str(number) for number in saved_steps(checkpoints)) or "none"
+    left_steps = ", ".join(str(number) for number in saved_steps(folder.parent)) or "none"
     return UserError(
-        f"the checkpoint of step {step} was deleted meanwhile; left: {left_steps}",
+        f"the checkpoint of step {step} was {what_happened} meanwhile; left: {left_steps}",
         where=str(folder),
         fix="run the command again with --step best or one of these; checkpoint.keep keeps more of them",
     )
@@ -430,11 +444,12 @@ def base_and_adapter(model: Path) -> tuple[Path | None, Path]:
     return None, model
 
 
-def model_folder(run_or_folder: Path, step: str = "best") -> Path:
+def model_folder(run_or_folder: Path, step: str = "best", holds: HeldFiles | None = None) -> Path:
     """The folder with config.json or adapter_config.json.
 
     `step`: a number, "last", or "best" (the last without an evaluation). Skips damaged newest checkpoints with a
     warning on stderr; a damaged checkpoint named by its number is an error. Raises UserError without a usable one.
+    `holds`: keeps the folder, and keeps it before it is checked, so that no run deletes it until these end.
     """
     if not run_or_folder.is_dir():
         raise UserError(
@@ -451,8 +466,11 @@ def model_folder(run_or_folder: Path, step: str = "best") -> Path:
         if (run_or_folder / MANIFEST).is_file():
             _refuse_unsound(
                 run_or_folder,
+                holds,
                 f"name another folder; delete {MANIFEST} if you changed the files yourself",
             )
+        if not run_or_folder.is_dir():
+            raise deletion(run_or_folder)
         return run_or_folder
 
     # A run with checkpoints, or with none yet.
@@ -482,23 +500,32 @@ def model_folder(run_or_folder: Path, step: str = "best") -> Path:
                 fix=f"choose best, last or one of {choices}",
             )
         folder = folder_of_step(checkpoints, int(step))
-        _refuse_unsound(folder, f"choose another of {choices}")
+        _refuse_unsound(folder, holds, f"choose another of {choices}")
         return folder
 
     # The best, else the newest that is not damaged.
     best = best_step(checkpoints) if step == "best" else None
-    if best is not None:
+    while best is not None:
         folder = folder_of_step(checkpoints, best)
-        best_damage = damage(folder)
-        if best_damage is None:
+        best_problem = _problem_of_held(folder, holds)
+        if best_problem is None:
             refuse_other_run(folder)
             return folder
-        print(
-            f"warning: best checkpoint {folder.name} is damaged, using the last: {best_damage}",
-            file=sys.stderr,
-        )
+        if folder.is_dir():
+            warning = f"best checkpoint {folder.name} is damaged, using the last: {best_problem}"
+            print(f"warning: {warning}", file=sys.stderr)
+            break
+        # A run notes another best one before it deletes this one.
+        missing_step = best
+        best = best_step(checkpoints)
+        if best == missing_step:
+            warning = f"the best checkpoint, of step {best}, is missing: using the last"
+            print(f"warning: {warning}", file=sys.stderr)
+            break
     newest = newest_valid(
-        checkpoints, on_damage=lambda problem: print(f"warning: {problem}", file=sys.stderr)
+        checkpoints,
+        on_damage=lambda problem: print(f"warning: {problem}", file=sys.stderr),
+        holds=holds,
     )
     if newest is None and not saved_steps(checkpoints):
         fix = "use --step best, wait for the first checkpoint, or continue with `bloomery resume`"
@@ -509,10 +536,10 @@ def model_folder(run_or_folder: Path, step: str = "best") -> Path:
     return newest
 
 
-def _refuse_unsound(folder: Path, fix: str) -> None:
-    """Raises UserError for a checkpoint that is damaged or from another run."""
-    if problem := damage(folder):
+def _refuse_unsound(folder: Path, holds: HeldFiles | None, fix: str) -> None:
+    """Raises UserError for a checkpoint that is damaged, deleted or from another run."""
+    if problem := _problem_of_held(folder, holds):
         if not folder.is_dir():
-            raise _deletion(folder)
+            raise deletion(folder)
         raise UserError(f"damaged checkpoint: {problem}", where=str(folder), fix=fix)
     refuse_other_run(folder)

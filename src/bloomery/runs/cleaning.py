@@ -22,6 +22,7 @@ from bloomery.core.files import (
     size_of,
     try_lock,
 )
+from bloomery.core.held_files import claimed
 from bloomery.core.run_folder import (
     SWEEP_FILE,
     RunFolder,
@@ -35,6 +36,8 @@ from bloomery.core.run_lock import worked_on
 from bloomery.core.units import counted
 from bloomery.data.prepare.prepare import prepared_folder
 from bloomery.data.shards import MANIFEST
+from bloomery.infer.held_model import being_read
+from bloomery.infer.model_folder import manifests_of
 from bloomery.plan.store import RUN_FILE
 from bloomery.recipe.load import load_recipe
 
@@ -56,7 +59,8 @@ class Leftover:
 def deletable(folder: Path) -> Leftover:
     """The run or the sweep as something to delete.
 
-    Raises UserError for one in progress and for a folder that is more than that.
+    Raises UserError for one in progress, for one with a checkpoint that is being read, and for a folder that is more
+    than that.
     """
     path = folder.absolute()
     runs = runs_below(path) if is_sweep(path) else [path]
@@ -65,6 +69,9 @@ def deletable(folder: Path) -> Leftover:
         running = next((run for run in runs if worked_on(run)), path)
         fix = f"`bloomery stop {RunFolder(running).name}`, then run this again"
         raise UserError(problem, where=str(folder), fix=fix)
+    with claimed(_held_files(path)) as held_file:
+        if held_file is not None:
+            raise being_read(held_file)
     names = {entry.name for entry in folder.iterdir()}
     working_folder = Path.cwd()
     if (
@@ -89,6 +96,12 @@ def deletable(folder: Path) -> Leftover:
         loss += f"; {', '.join(users)} started from it and cannot be resumed without it"
     kind: Kind = "sweep" if is_sweep(path) else "run"
     return Leftover(folder, kind, size_of(folder), "named", loss)
+
+
+def _held_files(path: Path) -> list[Path]:
+    """The files that readers of the checkpoints of a run or a sweep hold; of anything else none."""
+    runs = runs_below(path) if is_sweep(path) else [path]
+    return [manifest for run in runs for manifest in manifests_of(run)]
 
 
 def leftovers() -> tuple[list[Leftover], list[str]]:
@@ -207,10 +220,13 @@ def delete(leftovers: Sequence[Leftover]) -> Iterator[Leftover]:
                 fix="run this again",
             )
         try:
-            if path.is_dir() and not path.is_symlink():
-                draft = path.absolute().with_name(f".tmp-{path.name[:80]}-{os.getpid()}")
-                path.rename(draft)
-                path = draft
+            with claimed(_held_files(path)) as held_file:
+                if held_file is not None:
+                    raise being_read(held_file)
+                if path.is_dir() and not path.is_symlink():
+                    draft = path.absolute().with_name(f".tmp-{path.name[:80]}-{os.getpid()}")
+                    path.rename(draft)
+                    path = draft
             remove(path)
         except OSError as error:
             problem = f"cannot be deleted: {error.strerror}"

@@ -54,6 +54,7 @@ from bloomery.runs.flow import (
     write_plan_and_machine,
 )
 from bloomery.runs.follow import follow_rank_0, open_board, rank_machine, second_rank_0_explained
+from bloomery.runs.held_sources import held_sources
 from bloomery.runs.new_run import new_run, refuse_little_disk
 from bloomery.runs.resume_inputs import (
     find_devices_now,
@@ -123,35 +124,37 @@ def start(
                 own_recipe=loaded_recipe.recipe,
             )
 
-    # The model is downloaded before the first plan, which reads its config and tokenizer from this disk. The weights
-    # come with it, although only training reads them: a model that cannot be downloaded or has damaged files is refused
-    # now, and not after hours of preparing data.
-    refuse_recipe(loaded_recipe.recipe)
-    refuse_unsent_functions(loaded_recipe.recipe.rewards)
-    refuse_missing_files(loaded_recipe.recipe)
-    fetch(loaded_recipe.recipe, weights=True)
-    machine, gpus_per_host, hosts = training_devices(loaded_recipe, devices)
-    if machine.software.torch is None:
-        raise torch_missing(machine)
-
-    # Where the dataset is not prepared yet, its files are opened once, which raises for missing ones. The user reads
-    # which of them are trained on and which validate.
-    data = prepared_folder(loaded_recipe, _workspace(path))
-    if finished_manifest(loaded_recipe, data) is None:
-        streams(loaded_recipe.recipe)
-    roles = file_roles(loaded_recipe.recipe.data, loaded_recipe.recipe.objective.spec.data_kind)
-    if roles is not None and not quiet:
-        print(f"files      {roles}", file=sys.stderr)
-
-    # The first of two plans raises what `bloomery plan` would report, before anything is prepared or created. Its
-    # dataset may be an estimate from files. The run trains by the second plan (`_prepare_plan_train`), which counts the
-    # prepared dataset and uses what `measure` has measured of the machine.
-    facts = gather(loaded_recipe, machine, prepared=data)
-    first_plan = resolve(loaded_recipe, facts, gpus=gpus_per_host, nodes=hosts)
-    if measure is not None:
-        measure(first_plan, machine)
-
     with ExitStack() as stack:
+        stack.enter_context(held_sources(loaded_recipe.recipe))
+
+        # The model is downloaded before the first plan, which reads its config and tokenizer from this disk. The
+        # weights come with it, although only training reads them: a model that cannot be downloaded or has damaged
+        # files is refused now, and not after hours of preparing data.
+        refuse_recipe(loaded_recipe.recipe)
+        refuse_unsent_functions(loaded_recipe.recipe.rewards)
+        refuse_missing_files(loaded_recipe.recipe)
+        fetch(loaded_recipe.recipe, weights=True)
+        machine, gpus_per_host, hosts = training_devices(loaded_recipe, devices)
+        if machine.software.torch is None:
+            raise torch_missing(machine)
+
+        # Where the dataset is not prepared yet, its files are opened once, which raises for missing ones. The user
+        # reads which of them are trained on and which validate.
+        data = prepared_folder(loaded_recipe, _workspace(path))
+        if finished_manifest(loaded_recipe, data) is None:
+            streams(loaded_recipe.recipe)
+        roles = file_roles(loaded_recipe.recipe.data, loaded_recipe.recipe.objective.spec.data_kind)
+        if roles is not None and not quiet:
+            print(f"files      {roles}", file=sys.stderr)
+
+        # The first of two plans raises what `bloomery plan` would report, before anything is prepared or created. Its
+        # dataset may be an estimate from files. The run trains by the second plan (`_prepare_plan_train`), which counts
+        # the prepared dataset and uses what `measure` has measured of the machine.
+        facts = gather(loaded_recipe, machine, prepared=data)
+        first_plan = resolve(loaded_recipe, facts, gpus=gpus_per_host, nodes=hosts)
+        if measure is not None:
+            measure(first_plan, machine)
+
         requests = stack.enter_context(stop_requests())
         with second_rank_0_explained(launch, path):
             folder, lock = stack.enter_context(new_run(loaded_recipe, path))
@@ -217,6 +220,7 @@ def resume(
         if not trust_code and own_recipe is None:
             refuse_foreign_rewards(folder.path, loaded_recipe.recipe, command="resume")
         refuse_unsent_functions(loaded_recipe.recipe.rewards)
+        stack.enter_context(held_sources(loaded_recipe.recipe))
 
         # A run that is done has nothing to resume, unless the user goes back or overrides something. Its events report
         # that it is done; it is finished where the last checkpoint is on disk, too.

@@ -9,10 +9,13 @@ from pathlib import Path
 
 from bloomery.core.errors import UserError
 from bloomery.core.files import read_input, read_whole
+from bloomery.core.held_files import claimed
 from bloomery.core.run_folder import RunFolder
 from bloomery.data.shards import read_manifest
 from bloomery.hardware.detect import detect
 from bloomery.hardware.machine import Machine
+from bloomery.infer.held_model import being_read
+from bloomery.infer.model_folder import MANIFEST as CHECKPOINT_MANIFEST
 from bloomery.infer.model_folder import (
     TOKENIZERS,
     best_weight_steps,
@@ -211,7 +214,7 @@ def go_back(flow: Flow, step: int) -> None:
     """Moves newer checkpoints into a separate folder, so that the run continues from `step`.
 
     Call it after everything that may refuse the resume. A refused one must not move checkpoints: the next resume would
-    continue from `step`, although the user did not ask for that again.
+    continue from `step`, although the user did not ask for that again. Raises UserError while one is being read.
     """
     flow.check()  # after a Ctrl+C nothing is moved, either
 
@@ -226,9 +229,15 @@ def go_back(flow: Flow, step: int) -> None:
         for newer_step in best_weight_steps(checkpoints)
         if newer_step > step
     ]
-    if newer_folders:
+    if not newer_folders:
+        return
+
+    # Whoever reads one of them would find its files gone.
+    with claimed(newer_folder / CHECKPOINT_MANIFEST for newer_folder in newer_folders) as held_file:
+        if held_file is not None:
+            raise being_read(held_file)
         aside = checkpoints / f"before-{time.strftime('%Y%m%d-%H%M%S')}"
         aside.mkdir()
         for newer_folder in newer_folders:
             newer_folder.rename(aside / newer_folder.name)
-        flow.hub.emit(Warned(step=step, reason=f"checkpoints after step {step} moved to {aside}"))
+    flow.hub.emit(Warned(step=step, reason=f"checkpoints after step {step} moved to {aside}"))

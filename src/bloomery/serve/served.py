@@ -26,8 +26,9 @@ from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.facts.config import refuse_values
 from bloomery.infer.decode import RunningBatch
 from bloomery.infer.grammar import JsonGrammars, JsonText
+from bloomery.infer.held_model import held_folder, held_model
 from bloomery.infer.load import Use, load_fitting, load_used
-from bloomery.infer.model_folder import ModelFiles, find_model, model_folder
+from bloomery.infer.model_folder import ModelFiles
 from bloomery.infer.past import Past, is_length_independent
 from bloomery.infer.picture_prompts import load_eyes, picture_source, tower_parameters
 from bloomery.infer.sampling import known_ids
@@ -202,35 +203,42 @@ def load_served(
     """A model ready to be served. `stack`: closes the child processes of its template and grammars. `parts`: how many
     models share the memory. Raises UserError.
     """
-    files = find_model(model, step)
     use = use or Use.local()
-    source = readable_source(files, on_load) if limits.pictures else None
-    tower = tower_parameters(source)
-    if limits.context is None:
-        decoder, context = load_fitting(
-            files, use, slots=limits.slots, parts=parts, tower=tower, on_load=on_load
-        )
-        limits = replace(limits, context=context)
-    else:
-        decoder = load_used(
-            files,
-            use,
-            on_load=on_load,
-            cached=(limits.slots, limits.context),
-            decodes=True,
-            tower=tower,
-        )
-    refuse_values(decoder.config, where=str(model))
-    loaded_adapters = None
-    if adapters:
-        folders = {key: model_folder(folder) for key, folder in adapters.items()}
-        for folder in folders.values():
-            refuse_other_base(folder, files.weights)
-        loaded_adapters = Adapters(decoder, folders)
-    if source is not None:
-        load_eyes(decoder, files, source)
+    with ExitStack() as holds:
+        files = holds.enter_context(held_model(model, step))
+        source = readable_source(files, on_load) if limits.pictures else None
+        tower = tower_parameters(source)
+        if limits.context is None:
+            decoder, context = load_fitting(
+                files, use, slots=limits.slots, parts=parts, tower=tower, on_load=on_load
+            )
+            limits = replace(limits, context=context)
+        else:
+            decoder = load_used(
+                files,
+                use,
+                on_load=on_load,
+                cached=(limits.slots, limits.context),
+                decodes=True,
+                tower=tower,
+            )
+        refuse_values(decoder.config, where=str(model))
+        loaded_adapters = None
+        if adapters:
+            folders = {
+                key: holds.enter_context(held_folder(folder)) for key, folder in adapters.items()
+            }
+            for folder in folders.values():
+                refuse_other_base(folder, files.weights)
+            loaded_adapters = Adapters(decoder, folders)
+        if source is not None:
+            load_eyes(decoder, files, source)
+        tokenizer = load_tokenizer(files.tokenizer)
+
+        # Everything is in memory now, but for the image processor, which each chat form reads when it opens.
+        if source is not None:
+            stack.enter_context(holds.pop_all())
     compile_step(decoder, on_load)
-    tokenizer = load_tokenizer(files.tokenizer)
     return serve_loaded(decoder, tokenizer, name, limits, stack, template, loaded_adapters, source)
 
 

@@ -44,20 +44,21 @@ def _scores(job: Message) -> "tuple[Scores, int] | None":
         from bloomery.evals.rewards import reward_prompts
         from bloomery.evals.statistics import Scores
         from bloomery.evals.tasks import losses_of_texts
-        from bloomery.infer.model_folder import find_model
+        from bloomery.infer.held_model import held_model
         from bloomery.plan.store import read_plan
         from bloomery.train.state import add_tuned_vision
 
     run = Path(job["run"])
-    files = find_model(run, job["step"])
-    step = int(files.weights.name.rpartition("-")[2])
-    if job["metric"] == "own":
-        own_scores = losses_as_trained(run, files.weights)
-        return None if own_scores is None else (own_scores, step)
-    decoder, tokenizer = load_found(files, where=str(run), use=use)
-    if job["metric"] == "reward":
-        plan = read_plan(run / "plan.json")
-        add_tuned_vision(decoder, plan, files.weights)
+    plan = read_plan(run / "plan.json") if job["metric"] == "reward" else None
+    with held_model(run, job["step"]) as files:
+        step = int(files.weights.name.rpartition("-")[2])
+        if job["metric"] == "own":
+            own_scores = losses_as_trained(run, files.weights)
+            return None if own_scores is None else (own_scores, step)
+        decoder, tokenizer = load_found(files, where=str(run), use=use)
+        if plan is not None:
+            add_tuned_vision(decoder, plan, files.weights)
+    if plan is not None:
         _, rewarded, _ = reward_prompts(decoder, tokenizer, plan, run, None)
         totals = np.array(rewarded.totals, np.float64)
         known = ~np.isnan(totals)  # no reward scored the others

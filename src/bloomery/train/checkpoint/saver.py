@@ -18,7 +18,7 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bloomery.core.errors import UserError
-from bloomery.core.files import flush_to_disk, read_input, read_whole
+from bloomery.core.files import flush_to_disk, read_input, read_whole, size_of
 from bloomery.core.units import format_bytes
 from bloomery.infer.model_folder import (
     NOT_SAVED,
@@ -44,6 +44,7 @@ from bloomery.infer.model_folder import (
     previous_of,
     put_in_place,
     remove_folder,
+    remove_unread,
     saved_steps,
     seal,
     seal_of,
@@ -112,6 +113,14 @@ class _Snapshot:
     stall_seconds: float | None  # None: until it is written
 
 
+@dataclass(frozen=True)
+class _Pruned:
+    """Old checkpoints that were deleted, and those that stay while they are being read."""
+
+    deleted: tuple[Path, ...]
+    being_read: tuple[Path, ...]
+
+
 @final
 class Saver:
     """Writes the checkpoints of one run; the caller holds the run's lock.
@@ -155,6 +164,7 @@ class Saver:
         self._failure: str | None = None  # why the last save failed
         self._identity: RunIdentity | None = None
         self._previous: tuple[int, str] | None = None  # step and seal of the previous checkpoint
+        self._reported_folders = set[str]()  # names of old checkpoints that stay for their readers
 
     def follow(self, checkpoint: Path | None) -> None:
         """The state was restored from this checkpoint, which the next one follows; None: from the start of the run."""
@@ -327,7 +337,8 @@ class Saver:
 
         # Older ones that cannot be deleted are a warning: this checkpoint is on the disk.
         try:
-            self._prune(keep=self.keep, before=snapshot.step + 1)
+            pruned = self._prune(keep=self.keep, before=snapshot.step + 1)
+            self._report_readers(snapshot.step, pruned.being_read)
         except OSError as error:
             reason = f"older checkpoints cannot be deleted: {error.strerror or error}"
             self._warn(snapshot.step, reason)
@@ -352,8 +363,12 @@ class Saver:
         try:
             self._commit(snapshot)
         except OSError as error:
+            if error.errno not in FULL:
+                raise
             # The draft is gone, so that the newest checkpoint is one before this step.
-            if error.errno not in FULL or not self._prune(keep=1, before=snapshot.step):
+            pruned = self._prune(keep=1, before=snapshot.step)
+            self._report_readers(snapshot.step, pruned.being_read)
+            if not pruned.deleted:
                 raise
             self._warn(
                 snapshot.step, "the disk is full: older checkpoints were deleted to make room"
@@ -414,8 +429,20 @@ class Saver:
         if problem is not None:
             raise OSError(errno.EIO, problem)
 
-    def _prune(self, *, keep: int, before: int) -> bool:
-        """Delete checkpoints that are no longer kept, and say whether there was one.
+    def _report_readers(self, step: int, folders: Sequence[Path]) -> None:
+        """Warns once of each old checkpoint that stays because it is being read."""
+        for folder in folders:
+            if folder.name not in self._reported_folders:
+                self._reported_folders.add(folder.name)
+                size = format_bytes(size_of(folder))
+                self._warn(
+                    step,
+                    f"{folder.name} is being read by another command and stays ({size}):"
+                    " a save after that command has ended deletes it",
+                )
+
+    def _prune(self, *, keep: int, before: int) -> _Pruned:
+        """Delete checkpoints that are no longer kept, but for those that are being read.
 
         Of the steps below `before` the newest `keep` stay, and the best. Each of these also keeps the one that was the
         best when it was saved: a resume from it takes later evaluations back.
@@ -429,7 +456,7 @@ class Saver:
             best_steps |= {_best_as_of(step_folder(self.folder, step)) for step in steps[-keep:]}
             weight_steps = best_weight_steps(self.folder)
         except UserError:
-            return False
+            return _Pruned((), ())
 
         old_folders = [
             step_folder(self.folder, step) for step in steps[:-keep] if step not in best_steps
@@ -441,9 +468,9 @@ class Saver:
             for step in weight_steps
             if step not in best_steps or step in steps
         ]
-        for folder in old_folders:
-            remove_folder(folder)
-        return bool(old_folders)
+        being_read = [folder for folder in old_folders if not remove_unread(folder)]
+        deleted = [folder for folder in old_folders if folder not in being_read]
+        return _Pruned(tuple(deleted), tuple(being_read))
 
     def _target(self, snapshot: _Snapshot) -> Path:
         folder_of = weights_folder if snapshot.weights_only else step_folder

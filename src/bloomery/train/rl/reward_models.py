@@ -23,8 +23,8 @@ from bloomery.data.examples import BadRow, Example, Message, Turns
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.hub import local_model
 from bloomery.infer.forward import matmul_dtype
+from bloomery.infer.held_model import held_model
 from bloomery.infer.load import Use, load_used
-from bloomery.infer.model_folder import find_model
 from bloomery.model.decoder import Decoder
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.types import RunPlan
@@ -129,14 +129,14 @@ class RewardModels:
 
     def _load(self, reward: ModelReward) -> LoadedModel:
         """Raises UserError."""
-        files = find_model(local_model(reward.model))
         use = Use(self._device, bfloat16=self._dtype == torch.bfloat16)
         # Its weights stay in memory for the whole run.
-        decoder = load_used(files, use, dtype=self._dtype, cached=(1, 1))
+        with held_model(local_model(reward.model)) as files:
+            decoder = load_used(files, use, dtype=self._dtype, cached=(1, 1))
+            tokenizer = load_tokenizer(files.tokenizer)
         if decoder.config.head != "values":
             raise not_a_reward_model(reward.model)
         decoder.requires_grad_(False)
-        tokenizer = load_tokenizer(files.tokenizer)
         renderer = Renderer(tokenizer, template=None, train_on="assistant")
         return LoadedModel(decoder.eval(), renderer)
 
