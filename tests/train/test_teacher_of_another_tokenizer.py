@@ -346,14 +346,13 @@ def test_two_ranks_train_as_one(recipe, tmp_path, axis):
     assert losses(both) == pytest.approx(losses(alone), rel=1e-5)
 
 
-def test_a_teacher_that_streams_gives_the_same_losses(recipe, tmp_path):
+@pytest.mark.parametrize("place", ["objective.teacher_stream=layers", "parallel.scoring_devices=1"])
+def test_a_teacher_in_another_place_gives_the_same_losses(recipe, tmp_path, place):
     edits = ("train.max_steps=3",)
     resident = train(plan_with(recipe, *edits), tmp_path / "resident")
-    streamed = train(
-        plan_with(recipe, *edits, "objective.teacher_stream=layers"), tmp_path / "streamed"
-    )
-    assert losses(streamed) == losses(resident)
-    assert metrics(streamed) == metrics(resident)
+    elsewhere = train(plan_with(recipe, *edits, place), tmp_path / "elsewhere")
+    assert losses(elsewhere) == losses(resident)
+    assert metrics(elsewhere) == metrics(resident)
 
 
 TEMPLATE = """{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}</s>

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         PlanReport,
         RolloutPlan,
         RunPlan,
+        ScoringPlan,
         StreamPlan,
     )
     from bloomery.recipe.load import LoadedRecipe
@@ -193,6 +194,7 @@ def show_gpus(
 ) -> int:
     """Print one line per named GPU, or per GPU of the table where none is named; 0 when the run fits one of them."""
     from bloomery.hardware.specs import TOGETHER, find_gpu
+    from bloomery.plan.mesh import training_devices_of
     from bloomery.plan.page import compare_gpus, gpus_page
     from bloomery.plan.resolve import local_facts
 
@@ -208,7 +210,7 @@ def show_gpus(
         loaded_recipe,
         machine,
         gpu_models=list(devices.values()),
-        gpus=gpus,
+        gpus=training_devices_of(loaded_recipe.recipe.parallel, gpus=gpus, nodes=nodes),
         nodes=nodes,
         host_memory=host_memory,
     )
@@ -268,7 +270,7 @@ def show_plan(
     # or without its dataset, and `bench` of a generated recipe, which has no name.
     local_devices = None if devices == "auto" else devices
     num_local = len(machine.accelerators) or len((local_devices or "cpu").split(","))
-    is_local = gpu is None and gpus * nodes == 1 and plan.train.ranks <= num_local
+    is_local = gpu is None and gpus * nodes == 1 and plan.num_gpus <= num_local
     missing_files = [path for path in missing_datasets(recipe, plan) if not path.startswith("hub:")]
     hidden_commands = set[str]()
     if not is_local or is_dataset_assumed(recipe) or missing_files:
@@ -277,7 +279,7 @@ def show_plan(
         hidden_commands.add("bench")
     local_options = "" if local_devices is None else f" -d {local_devices}"
     device_options = local_options if gpu is None else f' --gpu "{gpu}"'
-    num_gpus = 1 if plan.parallel is None else plan.parallel.gpus
+    num_gpus = plan.num_gpus // nodes
     if not local_options:
         device_options += f" --gpus {num_gpus}" if num_gpus > 1 else ""
     device_options += f" --nodes {nodes}" if nodes > 1 else ""
@@ -369,6 +371,7 @@ def document(report: "PlanReport", machine: "Machine") -> dict[str, Any]:
         "mesh": None if plan.parallel is None else _mesh(plan.parallel),
         "rollout": None if plan.rollout is None else _rollout(plan.rollout),
         "stream": None if plan.stream is None else _stream(plan.stream),
+        "scoring": None if plan.scoring is None else _scoring(plan.scoring),
         "pictures": _pictures(plan),
     }
 
@@ -425,6 +428,15 @@ def _stream(stream: "StreamPlan") -> dict[str, Any]:
         "hidden": stream.hidden,
         "waiting_share": stream.waiting_share,
         "link": stream.link,
+    }
+
+
+def _scoring(scoring: "ScoringPlan") -> dict[str, Any]:
+    """Devices of each host that score: the memory of one, and the seconds of a step that one computes."""
+    return {
+        "devices": scoring.devices,
+        "memory": _memory(scoring.memory),
+        "seconds": scoring.seconds,
     }
 
 

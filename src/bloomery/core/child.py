@@ -178,8 +178,8 @@ class Child:
     """`python -m MODULE` in its own session; the end of the block kills it and the processes that it started.
 
     The child receives `job` and replies through a socket; `environment` holds all of its variables. The last lines that
-    it prints are kept. `dying_seconds`: how long the end of the block waits for it to exit. `python`: an interpreter
-    that can import `module`.
+    it prints are kept; `on_line` gets each of them. `dying_seconds`: how long the end of the block waits for it to
+    exit. `inherited`: descriptors that it has, too, under the same numbers.
     """
 
     def __init__(
@@ -189,8 +189,12 @@ class Child:
         *,
         environment: Mapping[str, str],
         dying_seconds: float = DYING_SECONDS,
+        inherited: Sequence[int] = (),
+        on_line: Callable[[str], None] = lambda _line: None,
     ) -> None:
         self._command = python_module(module, options=FAULTHANDLER)
+        self._inherited = tuple(inherited)
+        self._on_line = on_line
         self._environment = dict(environment)
         self._dying_seconds = dying_seconds
         self._job = dict(job)
@@ -206,7 +210,7 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env=self._environment,
-                pass_fds=(child_socket.fileno(),),
+                pass_fds=(child_socket.fileno(), *self._inherited),
                 # Ctrl+C does not reach the child, and its process group can be killed.
                 start_new_session=True,
             )
@@ -282,7 +286,9 @@ class Child:
     def _collect_tail(self) -> None:
         assert self._process.stdout is not None
         while line := self._process.stdout.readline(2**16):
-            self._tail.append(line.decode(errors="replace").rstrip("\n"))
+            text = line.decode(errors="replace").rstrip("\n")
+            self._tail.append(text)
+            self._on_line(text)
 
 
 def kill_group(leader: int) -> None:

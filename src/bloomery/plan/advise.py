@@ -368,8 +368,7 @@ def _verdicts(
 def energy_kwh(plan: RunPlan, profile: Profile) -> float | None:
     """At the boards' rated power all the time; None where it or the time is unknown."""
     seconds = plan.seconds
-    devices = 1 if plan.parallel is None else plan.parallel.devices
-    gpus = [peer.gpu for peer in profile.peers] or [profile.gpu] * devices
+    gpus = [peer.gpu for peer in profile.peers] or [profile.gpu] * plan.num_gpus
     watts = [gpu.board_watts for gpu in gpus if gpu is not None and gpu.board_watts]
     if len(watts) < len(gpus) or seconds is None:
         return None
@@ -406,6 +405,7 @@ def _planned_step(
         stream=train.stream,
         stream_micro_batches=train.stream_micro_batches,
         stream_host=train.stream_host,
+        ranks_per_scorer=(1 if parallel is None else parallel.gpus) / max(1, train.scoring_devices),
     )
     estimator = StepEstimator.of(plan, machine, profile)
     moments = RolloutMoments.of_plan(plan, step)

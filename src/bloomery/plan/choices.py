@@ -25,7 +25,7 @@ from bloomery.model.configs import known_config
 from bloomery.plan.estimate.kernels import kernel_runs
 from bloomery.plan.estimate.mode import mode_of, setting_of
 from bloomery.plan.estimate.states import TrainedModel
-from bloomery.plan.estimate.step import ReferencePlace, StepPictures
+from bloomery.plan.estimate.step import ReferencePlace, StepPictures, TeacherPlace
 from bloomery.plan.estimate.towers import TrainedTower
 from bloomery.plan.types import DatasetFacts, RunPlan
 from bloomery.recipe.objectives import (
@@ -575,6 +575,20 @@ def teacher_streams(recipe: Recipe | RunPlan) -> bool:
     return teacher is not None and teacher.stream == "layers"
 
 
+def scoring_devices_of(recipe: Recipe | RunPlan) -> int:
+    """The devices of each host that score and do not train."""
+    if isinstance(recipe, RunPlan):
+        return recipe.train.scoring_devices
+    return recipe.parallel.scoring_devices
+
+
+def teacher_place(recipe: Recipe | RunPlan, *, aligns_texts: bool) -> TeacherPlace:
+    """Where the teacher is, if there is one that is another model. `aligns_texts`: it has another tokenizer."""
+    if recipe.objective.taught_by is None or scoring_devices_of(recipe) == 0:
+        return "device"
+    return "away" if aligns_texts else "output"
+
+
 def teacher_tokens(recipe: Recipe | RunPlan) -> int:
     """The most loss tokens of a step where the pass of the teacher is before the step's own; else 0."""
     is_before = recipe.objective.own_teacher is not None or teacher_streams(recipe)
@@ -601,6 +615,7 @@ def memory_setting(plan: RunPlan) -> str:
         teacher_quantize=teacher_form(plan),
         is_own_teacher=plan.objective.own_teacher is not None,
         teacher_streams=teacher_streams(plan),
+        teacher_place=teacher_place(plan, aligns_texts=plan.aligns_texts),
         offload_activations=plan.train.offload_activations,
     )
 

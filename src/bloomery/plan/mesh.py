@@ -26,6 +26,7 @@ from bloomery.plan.estimate.fabric import (
 )
 from bloomery.plan.estimate.measured import StepEstimator
 from bloomery.plan.estimate.mesh import MeshSplit, mesh_memory, on_device
+from bloomery.plan.estimate.scoring import with_scoring
 from bloomery.plan.estimate.speed import Rate, Work, step_parts, total, work_of
 from bloomery.plan.estimate.stages import fullest_stage_bytes
 from bloomery.plan.estimate.states import TrainedModel
@@ -246,6 +247,25 @@ def fewest_devices(parallel: Parallel) -> int:
     # Sizes that are open may have as many devices as share a sequence, or divide the experts.
     shared = math.lcm(devices, parallel.context, parallel.expert)
     return shared if "auto" in sizes else devices
+
+
+def training_devices_of(parallel: Parallel, *, gpus: int, nodes: int) -> int:
+    """Of the `gpus` devices that the command line names for each node, those that train; where it names none, others
+    than these score.
+
+    Raises UserError where none is left.
+    """
+    scoring = parallel.scoring_devices
+    if gpus * nodes == 1 or scoring == 0:
+        return gpus
+    if gpus <= scoring:
+        raise UserError(
+            f"{counted(scoring, 'devices')} of each node score: of {gpus:,} none is left to train",
+            where=f"parallel.scoring_devices={scoring}",
+            fix=f"name more devices with --gpus, or set parallel.scoring_devices={gpus - 1}",
+            code=2,
+        )
+    return gpus - scoring
 
 
 def assumed_devices(parallel: Parallel, *, gpus: int, nodes: int) -> tuple[int, int]:
@@ -641,6 +661,9 @@ def layout_parts(
     passes = max(1, sequences // step.micro_batch_size)
     communication = communication_seconds(workload.fabric, split, step, sequences)
     parts["exposed communication"] = exposed_seconds(split, passes, computing.value, communication)
+    if step.teacher_place != "device" and workload.rate is not None and split.pipeline == 1:
+        tokens = sequences * step.sequence_length // split.context
+        parts = with_scoring(parts, step, workload.rate, tokens)
     return parts
 
 

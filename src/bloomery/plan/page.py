@@ -127,6 +127,7 @@ def page(
     lines += [*block("pictures", picture_lines(plan)), ""]
     lines += block("memory", [*memory_lines(plan, profile), *_pinned_lines(report)])
     lines += block("host", stream_lines(plan, machine))
+    lines += block("scoring", scoring_lines(plan, profile))
     lines += block("simulated", simulated)
     lines += block("sequence", joined(_max_length(report)))
     lines += block("time", [*time_lines(report, profile), *part_lines(report, profile)])
@@ -188,7 +189,13 @@ def headline(report: PlanReport) -> str:
     high = of_limit(plan.memory.high, plan)
     fit = fit_of(plan)
     text = f"{fit.capitalize()}: up to {high}." if fit != "fits" else "Fits."
-    text = text if plan.fits else f"Does not fit: {of_limit(plan.memory.total, plan)}."
+    text = text if plan.memory.fits else f"Does not fit: {of_limit(plan.memory.total, plan)}."
+    if plan.memory.fits and plan.scoring is not None and not plan.scoring.memory.fits:
+        too_much = plan.scoring.memory
+        text = (
+            f"Does not fit on the devices that score: {format_bytes(too_much.total)} of"
+            f" {format_bytes(too_much.limit)}."
+        )
     if plan.seconds is not None:
         text += f" {'About' if plan.fits else 'Would take about'} {about(plan.seconds.value)}."
     if plan.total_tokens is not None and (claimed := _wrong_tokens(report)):
@@ -441,6 +448,30 @@ def stream_lines(plan: RunPlan, machine: Machine) -> list[str]:
     return [*joined(facts), *joined(links)]
 
 
+def scoring_lines(plan: RunPlan, profile: Profile) -> list[str]:
+    """The devices that score and do not train: their memory, and how much of a step they compute."""
+    scoring = plan.scoring
+    if scoring is None:
+        return []
+    memory = scoring.memory
+    devices = counted(scoring.devices, "processes")
+    if profile.accelerator is not None:
+        devices = f"{scoring.devices} x {profile.accelerator.name}"
+        if plan.parallel is not None and plan.parallel.nodes > 1:
+            devices += " of each node"
+    verdict = "fits" if memory.fits else "too much"
+    facts = [
+        devices,
+        f"{format_bytes(memory.total)} of {format_bytes(memory.limit)} each: {verdict}",
+        ", ".join(f"{name} {format_bytes(size)}" for name, size in memory.parts.items() if size),
+    ]
+    if scoring.seconds is not None and plan.step_seconds is not None:
+        facts.append(
+            f"computes {format_seconds(scoring.seconds)} of {format_seconds(plan.step_seconds.value)} per step"
+        )
+    return joined(facts)
+
+
 def memory_lines(plan: RunPlan, profile: Profile) -> Iterator[str]:
     """The three largest parts with bars, the rest in a line; next to them total, limit and range."""
     memory = plan.memory
@@ -543,7 +574,7 @@ def time_lines(report: PlanReport, profile: Profile) -> list[str]:
     if report.energy_kwh is not None and gpu is not None:
         watts = f"{gpu.board_watts:.0f} W"
         if plan.parallel is not None:
-            watts = f"{plan.parallel.devices:,} x {watts}"
+            watts = f"{plan.num_gpus:,} x {watts}"
         if profile.peers:
             peer_watts = [peer.gpu.board_watts or 0 for peer in profile.peers if peer.gpu]
             watts = f"{' + '.join(f'{watt:.0f}' for watt in peer_watts)} W"

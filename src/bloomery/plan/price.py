@@ -75,9 +75,8 @@ def run_cost(plan: RunPlan, price: Price | None) -> Cost | None:
         seconds = plan.step_seconds.scaled(1e6 / plan.trained_tokens_per_step)
     if price is None or seconds is None:
         return None
-    devices = 1 if plan.parallel is None else plan.parallel.devices
     return Cost(
-        money=seconds.scaled(price.amount * devices / 3600),
+        money=seconds.scaled(price.amount * plan.num_gpus / 3600),
         per_hour=price.text,
         currency=price.currency,
         per_million_tokens=plan.seconds is None,

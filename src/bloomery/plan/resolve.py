@@ -25,7 +25,16 @@ from bloomery.hardware.detect import detect
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile, local_caches, with_gpus, with_host_memory
 from bloomery.hardware.specs import find_gpus
-from bloomery.plan import batch, lengths, mesh, rollouts, streaming, teachers, unsupported
+from bloomery.plan import (
+    batch,
+    lengths,
+    mesh,
+    rollouts,
+    scoring,
+    streaming,
+    teachers,
+    unsupported,
+)
 from bloomery.plan.checkpoints import choose_checkpoints, interval_text
 from bloomery.plan.choices import (
     ASKED,
@@ -39,6 +48,7 @@ from bloomery.plan.choices import (
     optimizer_memory_choices,
     reference_of,
     teacher_form,
+    teacher_place,
     teacher_streams,
     teacher_tokens,
     transformers_choices,
@@ -106,6 +116,7 @@ def resolve(loaded_recipe: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: 
     # Without a number of devices from the caller the recipe's sizes of `parallel` count.
     gpus, nodes = mesh.assumed_devices(recipe.parallel, gpus=gpus, nodes=nodes)
     refuse_mesh(profile, gpus=gpus, nodes=nodes)
+    scoring.refuse_scoring(recipe, facts.teacher, are_unequal=facts.machine.together)
 
     # How a step computes comes first: the length of the run in steps follows from its batch.
     step = _choose_step_and_reference(recipe, facts, gpus=gpus, nodes=nodes)
@@ -189,6 +200,7 @@ def resolve(loaded_recipe: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: 
             stream=step.stream.value,
             stream_micro_batches=step.micro_batching.step.stream_micro_batches,
             stream_host=step.micro_batching.step.stream_host,
+            scoring_devices=recipe.parallel.scoring_devices,
         ),
         checkpoint=checkpoints.value,
         eval=EvalPlan(
@@ -220,6 +232,15 @@ def resolve(loaded_recipe: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: 
         parallel=step.parallel,
         rollout=step.rollout,
         stream=step.stream_plan,
+        scoring=scoring.plan_scoring(
+            recipe,
+            StepEstimator.of(recipe, facts.machine, profile),
+            micro_batching.step,
+            step.memory,
+            reward_models=facts.reward_models,
+            rank_sequences=step.computed_sequences,
+            ranks=gpus,
+        ),
     )
     if sees_pictures(facts.dataset):
         refuse_pictures(plan)
@@ -249,6 +270,13 @@ class _Step:
     stream: Choice[Stream]
     stream_plan: StreamPlan | None
     teacher_forms: tuple[teachers.TeacherForm, ...]
+
+    @property
+    def computed_sequences(self) -> int:
+        """Of a step, on each device: completions are packed."""
+        if self.rollout is not None:
+            return self.rollout.micro_batches * self.micro_batching.micro_batch_size.value
+        return self.accumulation * self.micro_batching.micro_batch_size.value
 
     @property
     def memory(self) -> MemoryEstimate:
@@ -349,6 +377,7 @@ def _choose_step(
         shape,
         compiled=compiled.value,
         reference=reference,
+        ranks_per_scorer=gpus / max(1, recipe.parallel.scoring_devices),
         counts_first=counts_first(recipe, config),
     )
     if shape.pictures is not None:
@@ -372,6 +401,7 @@ def _choose_step(
                 None if form.teacher_stream and estimator.host_link is None else seconds(form)
             ),
             devices=devices,
+            host_devices=gpus + recipe.parallel.scoring_devices,
             states_tokens=most_loss_tokens(recipe),
         )
 
@@ -563,6 +593,9 @@ def step_shape(
         teacher_quantize=teacher_form(recipe),
         is_own_teacher=recipe.objective.own_teacher is not None,
         teacher_stream=teacher_streams(recipe),
+        teacher_place=teacher_place(
+            recipe, aligns_texts=dataset is not None and dataset.alignment is not None
+        ),
         teacher_tokens=teacher_tokens(recipe),
         extra_forwards=extra_forwards(recipe),
         loss_share=1.0 if dataset is None else dataset.loss_share,

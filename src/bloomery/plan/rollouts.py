@@ -59,7 +59,10 @@ class RolloutMoments:
             sequences_per_step=sequences_per_step,
             dataset=facts.dataset,
             fresh=facts.source is None,
-            reward_parameters=sum(map(parameter_count, facts.reward_models)),
+            # Else they are on devices that only score.
+            reward_parameters=sum(map(parameter_count, facts.reward_models))
+            if recipe.parallel.scoring_devices == 0
+            else 0,
         )
 
     @classmethod

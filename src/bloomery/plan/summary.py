@@ -28,6 +28,7 @@ from bloomery.plan.page import (
     of_limit,
     remarked,
     save_lines,
+    scoring_lines,
     stream_lines,
     suggestion_lines,
     time_lines,
@@ -63,6 +64,7 @@ def summary(
     if not fits_surely:
         lines += block("memory", _memory_lines(plan))
     lines += block("host", stream_lines(plan, machine))
+    lines += block("scoring", scoring_lines(plan, profile))
     lines += block("simulated", simulated)
     lines += block("time", time_lines(report, profile))
     if report.kill.whole_run and not plan.checkpoint.at_best:

@@ -9,6 +9,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.units import format_bytes, format_seconds
 from bloomery.plan.estimate.measured import StepEstimator
 from bloomery.plan.estimate.memory import teacher_parts
+from bloomery.plan.estimate.scoring import scoring_memory
 from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.estimate.streaming import streamed_by_layer, teacher_shape
 from bloomery.plan.types import MemoryEstimate
@@ -40,12 +41,15 @@ def teacher_forms(
     measure: Callable[[StepShape], MemoryEstimate],
     seconds: Callable[[StepShape], float | None],
     devices: int,
+    host_devices: int,
     states_tokens: int,
 ) -> tuple[TeacherForm, ...]:
-    """On the device, streamed from the host, and on the device in 4 bits. `measure` and `seconds`: of a step in the
-    plan's layout, in which as many `devices` with the head share the tokens of a step.
+    """On the device, streamed from the host, on the device in 4 bits, and on another device, where there is one.
+    `measure` and `seconds`: of a step in the plan's layout, in which as many `devices` with the head share the tokens
+    of a step.
 
-    `states_tokens`: of a step, whose hidden states a teacher that streams gives before it.
+    `states_tokens`: of a step, whose hidden states a teacher that streams gives before it. `host_devices`: of a host,
+    with those that score.
     """
     forms = []
     for name, edit, quantize, streams in (
@@ -58,6 +62,7 @@ def teacher_forms(
             teacher_quantize=quantize,
             teacher_stream=streams,
             teacher_tokens=states_tokens if streams else 0,
+            teacher_place="device",
         )
         of_device = replace(shape, teacher_tokens=-(-shape.teacher_tokens // devices))
         forms.append(
@@ -70,7 +75,44 @@ def teacher_forms(
                 quantize != "none",
             )
         )
+    if host_devices > 1:
+        forms.append(
+            _on_another_device(step, measure=measure, seconds=seconds, host_devices=host_devices)
+        )
     return tuple(forms)
+
+
+def _on_another_device(
+    step: StepShape,
+    *,
+    measure: Callable[[StepShape], MemoryEstimate],
+    seconds: Callable[[StepShape], float | None],
+    host_devices: int,
+) -> TeacherForm:
+    """One of the host's devices then does not train, and the others have its part of the step."""
+    training = host_devices - 1
+    shape = replace(
+        step,
+        teacher_quantize="none",
+        teacher_stream=False,
+        teacher_tokens=0,
+        teacher_place="output",
+        ranks_per_scorer=training,
+    )
+    memory = measure(shape)
+    there = scoring_memory(shape, (), limit=memory.limit)
+    step_seconds = seconds(shape)
+    # The plan's layout has the devices that train now, which are one fewer where one scores already.
+    if step_seconds is not None and step.teacher_place == "device":
+        step_seconds *= host_devices / training
+    return TeacherForm(
+        f"on another device, which needs {format_bytes(there.total)} and then does not train,",
+        "parallel.scoring_devices=1",
+        teacher_parts(shape)["teacher"],
+        step_seconds,
+        memory.fits and there.fits,
+        changes=False,
+    )
 
 
 def fastest(forms: tuple[TeacherForm, ...]) -> TeacherForm | None:
@@ -90,6 +132,8 @@ def teacher_form_choice(
     if best is not None:
         reason += f". The fastest that fits: {best.name} ({best.edit})"
     value = "layers on the host" if step.teacher_stream else "on the device"
+    if step.teacher_place != "device":
+        value = "on a device that only scores"
     yield "objective.teacher_stream", Choice(value, reason)
 
 

@@ -351,6 +351,8 @@ class TrainPlan(PlanPart):
     pipeline: PositiveInt = 1  # stages of a pipeline, each of `replicate` x `shard` ranks
     context: PositiveInt = 1  # neighbors of those ranks that share each sequence
     expert: PositiveInt = 1  # neighbors of those ranks that divide the experts of each layer
+    # Of each host, beside the ranks: processes that hold the teacher and the reward models.
+    scoring_devices: NonNegativeInt = 0
     pipeline_schedule: PipelineSchedule = "1f1b"
     # Of a pipeline: the number of layers of each group, in the model's order; group g is on stage g % pipeline.
     pipeline_layers: tuple[PositiveInt, ...] = ()
@@ -557,6 +559,18 @@ class RolloutPlan(PlanPart):
         return samples * (self.prompt_tokens + self.completion_tokens.value)
 
 
+class ScoringPlan(PlanPart):
+    """The devices of each host that hold the teacher and the reward models, and do not train.
+
+    `memory`: of one of them. `seconds`: that one computes for a step; None: without a teacher, or the device's speed
+    is unknown.
+    """
+
+    devices: PositiveInt
+    memory: MemoryEstimate
+    seconds: float | None = None
+
+
 HIDDEN_SHARE = 0.01  # of a step's time, below which waiting for copies is none
 
 
@@ -690,6 +704,7 @@ class RunPlan(PlanPart):
     parallel: ParallelPlan | None = None  # None: one device
     rollout: RolloutPlan | None = None  # None: steps read the dataset
     stream: StreamPlan | None = None  # None: all weights are on the device
+    scoring: ScoringPlan | None = None  # None: the ranks have the teacher and the reward models
 
     @property
     def aligns_texts(self) -> bool:
@@ -705,6 +720,18 @@ class RunPlan(PlanPart):
         """The bytes of the device of a rank that the plan may use."""
         limits = () if self.parallel is None else self.parallel.layout.stage_limits
         return limits[rank // self.train.ranks_per_stage] if limits else self.memory.limit
+
+    @property
+    def num_gpus(self) -> int:
+        """Of all nodes, with those that score; of a run on CPUs its ranks."""
+        nodes = 1 if self.parallel is None else self.parallel.nodes
+        scoring = 0 if self.train.device == "cpu" else nodes * self.train.scoring_devices
+        return scoring + (1 if self.parallel is None else self.parallel.devices)
+
+    @property
+    def scoring_limit(self) -> float:
+        """The bytes of a device that scores that the plan may use."""
+        return self.memory.limit if self.scoring is None else self.scoring.memory.limit
 
     @property
     def trained_tokens_per_step(self) -> float:
@@ -734,7 +761,7 @@ class RunPlan(PlanPart):
 
     @property
     def fits(self) -> bool:
-        return self.memory.fits
+        return self.memory.fits and (self.scoring is None or self.scoring.memory.fits)
 
     @property
     def epochs(self) -> float | None:

@@ -825,6 +825,13 @@ FEATURES: tuple[Feature, ...] = (
         fix="parallel.stream=off",
     ),
     Feature(
+        "parallel.scoring_devices",
+        lambda r: r.parallel.scoring_devices > 0,
+        pipeline="each rank that asks has the head, and stages before the last have none",
+        context="they score whole sequences, and each device has a part of them",
+        fix="parallel.scoring_devices=0",
+    ),
+    Feature(
         "optimizer.fused_backward",
         lambda r: r.optimizer.fused_backward,
         replicate=ONE_GRADIENT,

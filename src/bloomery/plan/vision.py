@@ -170,6 +170,7 @@ def refuse_pictures(plan: RunPlan) -> None:
         "a reward model, which reads text": (reads_text, "score with functions or verifiers"),
         "parallel.pipeline": (train.pipeline > 1, "set parallel.pipeline=1"),
         "parallel.context": (train.context > 1, "set parallel.context=1"),
+        "parallel.scoring_devices": (train.scoring_devices > 0, "set parallel.scoring_devices=0"),
         "parallel.stream of trained weights beside a tower that is trained": (
             train.stream != "off" and trains_both,
             "set adapter={kind: lora}",

@@ -642,6 +642,12 @@ class Parallel(Section):
         "Neighboring devices, among those of replicate and shard, that divide the experts of each"
         " layer: tokens travel to their experts.",
     )
+    scoring_devices: Annotated[int, Field(ge=0, le=64)] = key(
+        0,
+        "Devices of each host that hold the teacher and the reward models and score while the others train; on a CPU"
+        " processes of their own.",
+        1,
+    )
     stream: Literal["auto", "off", "layers", "experts"] = key(
         "auto",
         "Keep weights in the host's memory and copy them to the device as they are needed: those of"

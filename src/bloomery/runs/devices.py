@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from bloomery.core.device import KINDS
 from bloomery.core.errors import UserError
+from bloomery.core.units import counted
 from bloomery.hardware.machine import (
     Accelerator,
     Machine,
@@ -17,7 +18,7 @@ from bloomery.hardware.probes import with_cached_probes
 from bloomery.hardware.profile import choose_device, hidden_integrated
 from bloomery.hardware.specs import two_vendors
 from bloomery.hardware.vendors import VENDORS
-from bloomery.plan.mesh import fewest_devices, sizes_of
+from bloomery.plan.mesh import fewest_devices, sizes_of, training_devices_of
 from bloomery.plan.unsupported import AXES, refusals
 from bloomery.recipe.schema import Recipe
 
@@ -69,37 +70,57 @@ def narrowed(machine: Machine, devices: str | None) -> Machine:
     return narrow.model_copy(update={"together": False})
 
 
-def devices_of_ranks(machine: Machine, count: int, ranks: int, launcher: str) -> Machine:
-    """The machine with the devices of the `ranks` that `launcher` started here. `count`: the devices that may train.
+def devices_of_ranks(
+    machine: Machine, count: int, ranks: int, launcher: str, *, scoring: int = 0
+) -> Machine:
+    """The machine with the devices of the `ranks` that `launcher` started here, and of those behind them that score.
+    `count`: the devices that may train.
 
     Where this process sees one device, each of the others may see its own. Raises UserError for too few.
     """
-    if not machine.accelerators or count == 1 or count == ranks:
+    needed = ranks + scoring
+    if not machine.accelerators or count == 1 or count == needed:
         return machine
-    if count < ranks:
+    if count < needed:
         problem = (
             f"{launcher} starts {ranks} ranks on this host, which has {count} GPUs of one model"
         )
-        raise UserError(problem, where="the launcher", fix="start one process per GPU", code=2)
-    return _chosen_alone(machine, _alike(machine)[:ranks])
+        fix = "start one process per GPU"
+        if scoring:
+            problem += f": too few for {counted(scoring, 'devices')} that score"
+            fix = f"start {max(1, count - scoring)} on each host, or set parallel.scoring_devices=0"
+        raise UserError(problem, where="the launcher", fix=fix, code=2)
+    return _chosen_alone(machine, _alike(machine)[:needed])
 
 
 def device_count(
     recipe: Recipe, machine: Machine, count: int, *, user_named: bool = True, started_by: str = ""
 ) -> tuple[Machine, int]:
     """The machine and how many of its `count` devices the recipe trains on. `user_named`: the user chose them.
-    `started_by`: the launcher that started one process for each.
+    `started_by`: the launcher that started one process for each that trains.
 
-    Fewer where `parallel` asks for fewer; one where a setting of the recipe trains on one device only.
+    Fewer where `parallel` asks for fewer, also to score; one where a setting of the recipe trains on one device only.
     Raises UserError where `parallel` asks for more, or for another number than was chosen.
     """
+    scoring = recipe.parallel.scoring_devices if machine.accelerators else 0
+    if scoring and not started_by:
+        if count <= scoring:
+            raise UserError(
+                f"{counted(scoring, 'devices')} that score leave none of {count:,} to train",
+                where=f"parallel.scoring_devices={scoring}",
+                fix=f"set parallel.scoring_devices={count - 1}, or train on more devices",
+                code=2,
+            )
+        count -= scoring
     product = fewest_devices(recipe.parallel)
     exact = "auto" not in sizes_of(recipe.parallel)
     if product > count or count % product or (user_named and exact and product != count):
         problem = f"parallel asks for {product:,} devices, and there are {count:,}"
         fix = "change the sizes of parallel, or start as many processes with a launcher"
         if product <= MOST_CPU_RANKS:  # more are on several machines
-            names = ["cpu"] * product if not machine.accelerators else map(str, range(product))
+            names = ["cpu"] * product
+            if machine.accelerators:
+                names = list(map(str, range(product + scoring)))
             fix = f"pass --devices {','.join(names)}, or change the sizes of parallel"
         if started_by:
             fix = f"start {product} processes with {started_by}, or change the sizes of parallel"
@@ -108,16 +129,17 @@ def device_count(
         count = product
     elif count > 1 and not user_named and all(refusals(recipe, axis) for axis in AXES):
         count = 1
-    if count < len(machine.accelerators):
-        machine = _chosen_alone(machine, _alike(machine)[:count])
+    if count + scoring < len(machine.accelerators):
+        machine = _chosen_alone(machine, _alike(machine)[: count + scoring])
     return machine, count
 
 
 def planned_devices(recipe: Recipe, machine: Machine, devices: str | None) -> tuple[Machine, int]:
     """The devices that training would use; 1 where `parallel` asks for more than exist: the plan is then for those."""
     narrow, count = chosen_devices(machine, devices)
+    scoring = recipe.parallel.scoring_devices if narrow.accelerators else 0
     sizes = [size for size in sizes_of(recipe.parallel) if size != "auto"]
-    if max([recipe.parallel.context, recipe.parallel.expert, *sizes]) > count:
+    if max([1, recipe.parallel.context, recipe.parallel.expert, *sizes]) > count - scoring:
         return narrow, 1
     return device_count(recipe, narrow, count, user_named=devices not in (None, "auto"))
 
@@ -143,7 +165,7 @@ def planned_report(
     from bloomery.plan.resolve import local_plan
 
     detected = detect()
-    num_gpus = gpus
+    num_gpus = training_devices_of(loaded_recipe.recipe.parallel, gpus=gpus, nodes=nodes)
     if gpu is None and gpus * nodes > 1 and not detected.accelerators:
         counts = (("--gpus", gpus), ("--nodes", nodes))
         where = " ".join(f"{flag} {count}" for flag, count in counts if count > 1)

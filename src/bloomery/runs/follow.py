@@ -26,10 +26,10 @@ from bloomery.runs.event_hub import EventHub
 from bloomery.runs.flow import EndedRun
 
 
-def rank_machine(launch: RankLaunch, devices: str | None) -> Machine:
-    """This machine with the devices of its ranks. Raises UserError."""
+def rank_machine(launch: RankLaunch, devices: str | None, *, scoring: int) -> Machine:
+    """This machine with the devices of its ranks, and of those that score. Raises UserError."""
     machine, count = chosen_devices(detect(), devices)
-    return devices_of_ranks(machine, count, launch.local_world, launch.launcher)
+    return devices_of_ranks(machine, count, launch.local_world, launch.launcher, scoring=scoring)
 
 
 def open_board(folder: RunFolder, launch: RankLaunch | None, hub: EventHub) -> Board | None:
@@ -89,7 +89,9 @@ def _follow(board: Board, folder: RunFolder, devices: str | None) -> EndedRun:
             # host may need others.
             try:
                 plan = read_plan(folder.plan)
-                host_environment = build_profile(rank_machine(launch, devices)).environment.value
+                host_environment = build_profile(
+                    rank_machine(launch, devices, scoring=plan.train.scoring_devices)
+                ).environment.value
                 plan = plan.model_copy(update={"environment": host_environment})
                 # Rank 0 writes the events of the run; the output of this rank goes to a log of its own.
                 with closing(LogFile(board.path / f"rank-{launch.rank}.log")) as log:

@@ -315,6 +315,11 @@ def _prepare_plan_train(
         warnings.append(
             f"may not fit: {estimated} estimated, {format_bytes(plan.memory.limit)} available"
         )
+    if plan.scoring is not None and not plan.scoring.memory.fits:
+        scoring_memory = plan.scoring.memory
+        estimated = format_bytes(scoring_memory.total)
+        limit = format_bytes(scoring_memory.limit)
+        warnings.append(f"what scores may not fit: {estimated} estimated, {limit} available")
     manifest = read_manifest(data)
     warnings += unread_data_notes(loaded_recipe.recipe)
     warnings += [f"not read: {note}" for note in unread_columns(loaded_recipe.recipe, manifest)]
@@ -340,7 +345,8 @@ def training_devices(loaded_recipe: LoadedRecipe, devices: str | None) -> tuple[
     # A launcher has started one process per device: all of them train, or the recipe is refused.
     launch = current_launch()
     if launch is not None:
-        machine = rank_machine(launch, devices)
+        scoring = loaded_recipe.recipe.parallel.scoring_devices
+        machine = rank_machine(launch, devices, scoring=scoring)
         device_count(loaded_recipe.recipe, machine, launch.world, started_by=launch.launcher)
         hosts = launch.hosts if machine.accelerators else 1  # CPUs are planned as one host
         return machine, launch.world // hosts, hosts

@@ -114,27 +114,29 @@ def find_devices_now(
     """
     launch = current_launch()
     hosts = 1
+    scoring = loaded_recipe.recipe.parallel.scoring_devices
     if launch is not None:
-        machine = rank_machine(launch, devices)
+        machine = rank_machine(launch, devices, scoring=scoring)
         count = launch.world
         hosts = launch.hosts if machine.accelerators else 1  # CPUs are planned as one host
     elif devices is None:
         machine = same_devices(detect(), old_machine)
         count = plan.train.ranks
         if machine.accelerators:
-            count = min(count, len(machine.accelerators))
+            count = min(count + scoring, len(machine.accelerators))
     else:
         machine, count = chosen_devices(detect(), devices)
 
     # The sizes of `parallel` in the recipe were for the devices of before. For others they are chosen again, unless the
     # user sets them now.
     sets_parallel = any(override.startswith("parallel.") for override in overrides)
-    if count != plan.train.ranks and not sets_parallel:
+    beside = scoring if machine.accelerators and launch is None else 0
+    if count - beside != plan.train.ranks and not sets_parallel:
         sizes = [f"parallel.{axis}=auto" for axis in AXES]
         for axis in ("context", "expert"):
             size = getattr(loaded_recipe.recipe.parallel, axis)
-            if count % size:
-                sizes.append(f"parallel.{axis}={math.gcd(size, count)}")
+            if (count - beside) % size:
+                sizes.append(f"parallel.{axis}={math.gcd(size, count - beside)}")
         overrides = (*overrides, *sizes)
         loaded_recipe = load_recipe(flow.folder.recipe, overrides)
 

@@ -72,6 +72,7 @@ MACHINE_DEPENDENT: dict[str, tuple[str, ...]] = {
         "stream",
         "stream_host",
         "stream_micro_batches",
+        "scoring_devices",
     ),
     "checkpoint": ("async_save",),
     "eval": ("micro_batch_size",),
@@ -80,7 +81,10 @@ MACHINE_DEPENDENT: dict[str, tuple[str, ...]] = {
 TOGETHER = "train.stream_micro_batches"
 BITWISE = ("model", "optimizer", "train")  # sections in which another choice rounds differently
 # But for these fields: they move numbers, and change none.
-EXACT = ("train.pipeline_link", "train.stream", "train.stream_host", TOGETHER)
+EXACT = (
+    *("train.pipeline_link", "train.stream", "train.stream_host", "train.scoring_devices"),
+    TOGETHER,
+)
 # On the same machine a resumed run is bitwise identical to an uninterrupted one. This is what holds on another machine:
 # the same sequences and hyperparameters in every step, so that losses differ only by how sums are rounded.
 ROUNDING_WARNING = "from this step on, losses are equal to an uninterrupted run up to rounding, not bitwise identical"
@@ -224,7 +228,7 @@ def with_machine_choices(stored_plan: RunPlan, fresh_plan: RunPlan) -> tuple[Run
         changes.append(ROUNDING_WARNING)
     facts = {
         name: getattr(fresh_plan, name)
-        for name in ("memory", "step_seconds", "torch", "choices", "parallel", "stream")
+        for name in ("memory", "step_seconds", "torch", "choices", "parallel", "stream", "scoring")
     }
     return stored_plan.model_copy(update=sections | facts), changes
 

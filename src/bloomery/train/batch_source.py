@@ -20,6 +20,7 @@ from bloomery.model.decoder import Decoder
 from bloomery.monitor.events import Emit
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.types import DataPlan, RunPlan
+from bloomery.train.scorers.client import Scorers
 from bloomery.train.state import TrainState
 
 
@@ -51,7 +52,8 @@ class BatchSource(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class SourceInputs:
     """What sources are built from. `reference`: the run's file of reference log-probabilities; `reference_model`:
-    a frozen copy of the start, where rollouts need one; `run`: the run's identity.
+    a frozen copy of the start, where rollouts need one; `run`: the run's identity; `scorers`: the processes that score
+    for this rank.
 
     `stop`: whether you asked the run to stop, the same on all ranks. `time_is_up`: whether the time of a wall-time run
     is over, asked on the first rank.
@@ -67,6 +69,7 @@ class SourceInputs:
     reference: Path | None = None
     reference_model: Decoder | None = None
     run: str = ""
+    scorers: Scorers | None = None
 
 
 @final

@@ -32,6 +32,8 @@ from bloomery.train.recover import (
 )
 from bloomery.train.requests import StepRequests
 from bloomery.train.run_clock import Timer, due, estimated_steps, fraction_done, is_save_due, passed
+from bloomery.train.scorers.client import Scorers
+from bloomery.train.scorers.process import scoring_processes
 from bloomery.train.set_up import open_context
 from bloomery.train.step import train_step
 from bloomery.train.step_report import report_step, reports_experts
@@ -59,10 +61,42 @@ def run(
     `timer`: the clock of a wall-time length. `mesh`: the ranks; `stop` answers alike on all of them. `before_save`:
     tells whoever watches for hangs that a save or a rewind follows, which may take minutes. `build_seconds`: as in
     `open_context`.
+    The plan's scoring processes run as long as this call.
     Raises Diverged when the loss stays non-finite after skipping and rewinding, UserError when the last checkpoint
     cannot be written, KernelUnusable when an attention kernel that the recipe asks for fails.
     """
     timer = timer or Timer(time.perf_counter())
+    with scoring_processes(plan, mesh, run_dir) as scorers:
+        return _run(
+            plan,
+            run_dir=run_dir,
+            emit=emit,
+            stop=stop,
+            requests=requests or StepRequests(),
+            resume_from=resume_from,
+            timer=timer,
+            mesh=mesh,
+            before_save=before_save,
+            build_seconds=build_seconds,
+            scorers=scorers,
+        )
+
+
+def _run(
+    plan: RunPlan,
+    *,
+    run_dir: Path,
+    emit: Emit,
+    stop: Callable[[], bool],
+    requests: StepRequests,
+    resume_from: Path | None,
+    timer: Timer,
+    mesh: Mesh,
+    before_save: Callable[[], None],
+    build_seconds: float,
+    scorers: Scorers | None,
+) -> Outcome:
+    """`run` with the processes that score for this rank."""
     context: RunContext | None = None
     while context is None:
         try:
@@ -75,6 +109,7 @@ def run(
                 mesh,
                 timer=timer,
                 build_seconds=build_seconds,
+                scorers=scorers,
             )
         except Stopped:  # before the first step
             return "stopped"
@@ -83,7 +118,7 @@ def run(
         if context is None:
             gc.collect()  # the model of the failed attempt, which its traceback held until here
     context.before_save = before_save
-    context.requests = requests or StepRequests()
+    context.requests = requests
     timer.restored = context.state.progress.seconds
     context.note_save()
     if plan.train.seconds is not None:

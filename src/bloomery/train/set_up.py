@@ -58,6 +58,7 @@ from bloomery.train.process import (
 )
 from bloomery.train.rl.rollout_source import rollout_source
 from bloomery.train.run_clock import Timer, is_time_up
+from bloomery.train.scorers.client import Scorers
 from bloomery.train.state import TrainState, build_state
 
 NUM_MEASURED_ROWS = 64  # whose share of padding a line gives
@@ -73,10 +74,11 @@ def open_context(
     *,
     timer: Timer,
     build_seconds: float = 0.0,
+    scorers: Scorers | None = None,
 ) -> RunContext:
     """Prepare everything that the first step needs. `timer`: the clock of the run, which reads the process's time yet.
 
-    `build_seconds`: what compiling C++ took before this call.
+    `build_seconds`: what compiling C++ took before this call. `scorers`: the processes that score for this rank.
     Raises Stopped when `stop` returns True before the first step.
     """
     set_up_process(plan.train, memory_limit=plan.memory_limit_of(mesh.rank))
@@ -94,13 +96,19 @@ def open_context(
     if state.model.weight_stream is not None and state.model.weight_stream.note is not None:
         emit(Warned(reason=state.model.weight_stream.note))
     dataset = open_run_dataset(plan, run_dir, state, emit, resume_from, stop)
+    if scorers is not None:  # they have loaded their models meanwhile
+        scorers.wait_until_loaded()
     context = RunContext(
         plan=plan,
         run_dir=run_dir,
         emit=emit,
         state=state,
         objective=build_objective(
-            plan, mesh=mesh, value_head=state.model.value_head, reference=reference_model
+            plan,
+            mesh=mesh,
+            value_head=state.model.value_head,
+            reference=reference_model,
+            scorers=scorers,
         ),
         reference=reference_model,
         source=source_of(
@@ -115,6 +123,7 @@ def open_context(
                 reference=dataset.reference_scores,
                 reference_model=reference_model,
                 run=dataset.run,
+                scorers=scorers,
             )
         ),
         validation=dataset.validation,

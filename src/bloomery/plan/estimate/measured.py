@@ -17,6 +17,7 @@ from bloomery.hardware.profile import Profile
 from bloomery.plan.estimate.kernels import kernel_runs, score_seconds
 from bloomery.plan.estimate.memory import estimate_memory
 from bloomery.plan.estimate.mode import FULL
+from bloomery.plan.estimate.scoring import with_scoring
 from bloomery.plan.estimate.speed import Rate, device_rate, step_parts, total, work_of
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import StepShape
@@ -323,6 +324,9 @@ class StepEstimator:
             parts = with_teacher(
                 parts, step, link, lambda other_step: seconds(other_step, tokens) or 0.0
             )
+        rate = self.rate(step)
+        if step.teacher is not None and step.teacher_place != "device" and rate is not None:
+            parts = with_scoring(parts, step, rate, tokens)
         if step.stream == "off" or link is None:
             return parts
         work = work_of(step, tokens=tokens, clips=self.clips)

@@ -102,16 +102,20 @@ def tensor_bytes(step: StepShape) -> dict[str, float]:
 
 def teacher_parts(step: StepShape) -> dict[str, float]:
     """What a device with the head has of the teacher: its weights, and its hidden states where they are kept."""
-    teacher_bytes = 0.0 if step.teacher is None else _teacher_weight_bytes(step.teacher, step)
+    teacher_bytes = 0.0 if step.teacher is None else teacher_weight_bytes(step.teacher, step)
     if step.teacher_width is not None:
         teacher_bytes += step.teacher_tokens * step.teacher_width * step.element_bytes
     return {"teacher": teacher_bytes} if teacher_bytes else {}
 
 
-def _teacher_weight_bytes(teacher: ModelConfig, step: StepShape) -> float:
+def teacher_weight_bytes(teacher: ModelConfig, step: StepShape) -> float:
     """All of it in the dtype of matmuls, or with quantized matrices. Of one that streams: its buffers, and all that is
-    no layer.
+    no layer; of one that scores elsewhere: its output layer, where it has the tokenizer of the model.
     """
+    if step.teacher_place == "away":
+        return 0.0
+    if step.teacher_place == "output":
+        return float(teacher.vocab_size * teacher.hidden_size * step.element_bytes)
     if step.teacher_stream:
         streamed = teacher_shape(step, teacher)
         return resident_weight_bytes(streamed) + ring_bytes(streamed)

@@ -112,6 +112,7 @@ def setting_of(
     teacher_quantize: str = "none",
     is_own_teacher: bool = False,
     teacher_streams: bool = False,
+    teacher_place: str = "device",
     offload_activations: bool = False,
 ) -> str:
     """A short hash of the training mode, which a measurement of memory must share; empty: plain full fine-tuning."""
@@ -127,4 +128,5 @@ def setting_of(
     text += "" if teacher_quantize == "none" else teacher_quantize
     text += "own teacher" if is_own_teacher else ""
     text += "streamed teacher" if teacher_streams else ""
+    text += "" if teacher_place == "device" else f"teacher: {teacher_place}"
     return sha256(text.encode()).hexdigest()[:12]

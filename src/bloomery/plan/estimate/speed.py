@@ -550,7 +550,7 @@ def product_flops(step: StepShape, recomputed: Recompute, *, chunked: bool) -> P
     elif model.trains_head:
         weight_gradients += head
     extra = step.extra_forwards * (products + head)
-    if step.teacher is not None and model.has_head:
+    if step.teacher is not None and step.teacher_place == "device" and model.has_head:
         extra += flops_per_token(step.teacher, step.sequence_length, backward=False)
     return Products(
         wide=products * (2 + recomputed.products) + head * head_passes + extra,

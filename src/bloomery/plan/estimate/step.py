@@ -11,6 +11,7 @@ from bloomery.plan.types import HostPlacement, PictureLoad
 from bloomery.recipe.schema import VisionParts
 
 Stream = Literal["off", "layers", "experts"]
+TeacherPlace = Literal["device", "output", "away"]
 ReferencePlace = Literal["none", "device", "host", "nf4"]  # nf4: on the device
 
 NO_PICTURES = PictureLoad()
@@ -67,6 +68,9 @@ class StepShape:
     teacher_quantize: str = "none"  # the form of its matrices
     is_own_teacher: bool = False  # the model
     teacher_stream: bool = False  # its layers are on the host
+    # Where a teacher is: output, away: its layers, or all of it, are on a device that only scores.
+    teacher_place: TeacherPlace = "device"
+    ranks_per_scorer: float = 1.0  # devices that train for each that scores
     # Loss tokens of a step, whose hidden states are kept from the teacher's pass where that is before the step's own.
     teacher_tokens: int = 0
     extra_forwards: int = 0  # of the reference model, and of the model as its own teacher
@@ -102,6 +106,7 @@ class StepShape:
             teacher_quantize=self.teacher_quantize,
             is_own_teacher=self.is_own_teacher,
             teacher_streams=self.teacher_stream,
+            teacher_place=self.teacher_place,
             offload_activations=self.offload_activations,
         )
 

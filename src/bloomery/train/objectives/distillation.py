@@ -27,16 +27,24 @@ from bloomery.train.objectives.objective import (
     count_loss_tokens,
 )
 from bloomery.train.objectives.stored_scores import StoredDivergence
-from bloomery.train.objectives.teacher import divergence_head, teacher_pass
+from bloomery.train.objectives.teacher import (
+    TEACHER_HIDDEN,
+    divergence_head,
+    teacher_pass,
+)
 from bloomery.train.objectives.text_spans import (
+    TEACHER_SPAN_LOGPS,
     SpanScores,
     SpanTeacherPass,
     count_aligned_tokens,
     span_loss,
 )
+from bloomery.train.scorers.client import ScoredBefore, ScoredTeacher, TeacherOutput
 
 
-def distillation(settings: Distill, teacher: Decoder | None, *, chunk: int) -> Objective:
+def distillation(
+    settings: Distill, teacher: Decoder | TeacherOutput | None, *, chunk: int
+) -> Objective:
     """Knowledge distillation with cross-entropy. `teacher`: None on a stage without the head."""
     measure = DivergenceMeasure("forward_kl", settings.temperature)
     return Objective(
@@ -104,10 +112,12 @@ def taught_loss(
     )
 
 
-def teacher_of(inputs: ObjectiveInputs) -> tuple[Decoder | None, Before | None]:
+def teacher_of(inputs: ObjectiveInputs) -> tuple[Decoder | TeacherOutput | None, Before | None]:
     """The teacher, None where the model is its own and on stages without the head; and its pass before a step, where it
-    has one.
+    has one. Of a teacher in scoring processes it is what `scored` gives.
     """
+    if inputs.scored_teacher is not None:
+        return scored(inputs.scored_teacher, spans=inputs.aligns_texts)
     teacher = None if inputs.objective.own_teacher is not None else inputs.load_teacher()
     before = before_of_teacher(
         inputs.objective,
@@ -136,6 +146,18 @@ def before_of_teacher(
         return teacher_pass(objective, teacher, precision=precision, together=together, mesh=mesh)
     if teacher is None:
         return None
+    return span_teacher_pass(objective, teacher, settings, precision=precision, mesh=mesh)
+
+
+def span_teacher_pass(
+    objective: ObjectiveSection,
+    teacher: Decoder,
+    settings: ScoreSettings,
+    *,
+    precision: str,
+    mesh: Mesh = SINGLE_RANK,
+) -> SpanTeacherPass:
+    """That of a teacher with another tokenizer."""
     assert isinstance(objective, OnPolicyDistill | GroupRollouts)
     plain = ScoreSettings(
         settings.chunk, operators=settings.operators, temperature=objective.temperature
@@ -144,9 +166,16 @@ def before_of_teacher(
     return SpanTeacherPass(teacher, plain, precision, together=None if streams else 1, mesh=mesh)
 
 
+def scored(teacher: ScoredTeacher, *, spans: bool) -> tuple[TeacherOutput | None, ScoredBefore]:
+    """What of a teacher in scoring processes is here, and its pass. `spans`: it has another tokenizer."""
+    if spans:
+        return None, ScoredBefore(teacher.scorers, TEACHER_SPAN_LOGPS)
+    return teacher.load_output(), ScoredBefore(teacher.scorers, TEACHER_HIDDEN)
+
+
 def on_policy_head(
     settings: OnPolicyDistill | GroupRollouts,
-    teacher: Decoder | None,
+    teacher: Decoder | TeacherOutput | None,
     scoring: Scoring,
     *,
     spans: bool = False,

@@ -16,6 +16,7 @@ from bloomery.model.heads import Head, LabelScores, ScoresAndValues, ScoreSettin
 from bloomery.parallel.mesh import Mesh
 from bloomery.recipe.objectives import ObjectiveSection
 from bloomery.train.objectives.losses import LossParts
+from bloomery.train.scorers.client import ScoredTeacher
 
 Before = Callable[[Decoder, Sequence[Batch]], list[Batch]]
 
@@ -136,7 +137,8 @@ class ObjectiveInputs:
     """What objectives are built from. `base_scores`: None where a file has the reference log-probabilities.
 
     `load_teacher`: of a distillation alone; None on a stage without the head. `together`: micro-batches that share each
-    load of streamed weights. `aligns_texts`: the teacher has another tokenizer.
+    load of streamed weights. `aligns_texts`: the teacher has another tokenizer. `scored_teacher`: one in scoring
+    processes, in place of one that is loaded here.
     """
 
     objective: ObjectiveSection
@@ -147,6 +149,7 @@ class ObjectiveInputs:
     load_teacher: Callable[[], Decoder | None]
     together: int = 1
     aligns_texts: bool = False
+    scored_teacher: ScoredTeacher | None = None
 
 
 def full_batch_of(batch: Batch) -> Batch:

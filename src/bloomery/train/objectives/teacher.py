@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -17,7 +17,7 @@ from bloomery.data.pictures.encoder import VisionSource, saved_vision
 from bloomery.data.pictures.processor import PictureProcessor
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.facts.attention import missing_feature
-from bloomery.facts.config import ModelConfig
+from bloomery.facts.config import ModelConfig, Stage
 from bloomery.facts.counting import smallest_window
 from bloomery.facts.limits import Dequantizer, refuse_teacher_length, refuse_teacher_tokenizer
 from bloomery.facts.pictures import Vision, vision_of
@@ -32,6 +32,7 @@ from bloomery.infer.forward import (
     to_device,
 )
 from bloomery.model.adapters.lora import adapters_disabled
+from bloomery.model.adapters.settings import shares_head
 from bloomery.model.configs import read_config
 from bloomery.model.decoder import Decoder
 from bloomery.model.divergence import Divergence, DivergenceMeasure, Teacher
@@ -41,12 +42,14 @@ from bloomery.model.transformers_backend import TransformersBackbone
 from bloomery.model.vision import load_tower
 from bloomery.parallel.context import HeadExchange
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
+from bloomery.parallel.stage import keep_stage
 from bloomery.parallel.streamed import StreamedWeights
 from bloomery.plan.types import HostPlacement, RunPlan
 from bloomery.recipe.objectives import ObjectiveSection, OwnTeacher, TeacherQuantize
 from bloomery.recipe.schema import Quantize
 from bloomery.train.objectives.objective import full_batch_of
 from bloomery.train.rl.rollout import teacher_batch
+from bloomery.train.scorers.client import ScoredTeacher, Scorers, TeacherOutput
 
 
 @final
@@ -122,6 +125,35 @@ def teacher_of_rank(
     teacher = load(TeacherPlan.of(plan))
     teacher.share_sequences(HeadExchange(mesh) if mesh.context > 1 else None)
     return teacher
+
+
+@lru_cache(maxsize=1)
+def load_teacher_output(plan: TeacherPlan) -> TeacherOutput:
+    """On the run's device, in the dtype of its matmuls. Raises UserError as `load_teacher` does."""
+    refuse_teacher_tokenizer(
+        load_tokenizer(plan.folder), load_tokenizer(plan.prepared), where=str(plan.folder)
+    )
+    config = read_config(plan.folder)
+    output = load_decoder(
+        plan.folder,
+        dtype=matmul_dtype(plan.precision),
+        device=plan.device,
+        arrange=_keep_output,
+    )
+    return TeacherOutput(output.lm_head.requires_grad_(False), config.final_softcap)
+
+
+def scored_teacher_of(plan: RunPlan, scorers: Scorers | None) -> ScoredTeacher | None:
+    """The teacher of the plan in `scorers`; None without both."""
+    if scorers is None or plan.objective.taught_by is None:
+        return None
+    return ScoredTeacher(scorers, partial(load_teacher_output, TeacherPlan.of(plan)))
+
+
+def _keep_output(teacher: Decoder) -> None:
+    """In place, before the weights are read: no layers, and of the embedding what the output layer shares."""
+    shares = shares_head(teacher.config)
+    keep_stage(teacher, Stage(groups=(), embeds=False, has_embedding=shares, has_head=True))
 
 
 @lru_cache(maxsize=1)  # a replanned run keeps its teacher: two might not fit in memory
@@ -323,7 +355,7 @@ def loss_positions_of(batch: Batch) -> Tensor:
 
 def divergence_head(
     batch: Batch,
-    teacher: Decoder | None,
+    teacher: Decoder | TeacherOutput | None,
     measure: DivergenceMeasure,
     *,
     chunk: int,
@@ -339,7 +371,7 @@ def divergence_head(
     def hidden_rows(_positions_N: Tensor) -> Tensor:
         if TEACHER_HIDDEN in batch.extras:
             return batch.extras[TEACHER_HIDDEN]
-        assert teacher is not None
+        assert isinstance(teacher, Decoder)
         read = teacher_batch(batch)
         documents = None if teacher.model.backend == "sdpa" else read.attended_documents
         seen = seen_pictures(teacher, read)
@@ -352,7 +384,9 @@ def divergence_head(
         return own_rows(states.flatten(0, 1)[loss_positions_of(read)], batch, mesh)
 
     teacher_of_batch = Teacher(hidden_rows)
-    if teacher is not None:
+    if isinstance(teacher, TeacherOutput):
+        teacher_of_batch = Teacher(hidden_rows, teacher.lm_head, teacher.final_softcap)
+    elif teacher is not None:
         teacher_of_batch = Teacher(hidden_rows, teacher.lm_head, teacher.config.final_softcap)
     return Divergence(
         batch.labels,

@@ -25,19 +25,22 @@ from bloomery.hub import local_model
 from bloomery.infer.forward import matmul_dtype
 from bloomery.infer.held_model import held_model
 from bloomery.infer.load import Use, load_used
+from bloomery.infer.model_folder import ModelFiles
 from bloomery.model.decoder import Decoder
 from bloomery.parallel.mesh import Mesh
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.rewards import ModelReward, reward_name
 from bloomery.train.evaluation.scoring import forward_batches, value_scores
+from bloomery.train.scorers.client import Scorers
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A reward model with what encodes its texts."""
+    """A reward model with what encodes its texts, of at most `longest` tokens. `decoder`: None in scoring processes."""
 
-    decoder: Decoder
+    decoder: Decoder | None
     renderer: Renderer
+    longest: int
 
 
 @final
@@ -47,11 +50,19 @@ class RewardModels:
     All ranks must call `start` and `score`.
     """
 
-    def __init__(self, plan: RunPlan, mesh: Mesh, *, device: str | None = None) -> None:
-        """`device`: unset, that of the run."""
+    def __init__(
+        self,
+        plan: RunPlan,
+        mesh: Mesh,
+        *,
+        device: str | None = None,
+        scorers: Scorers | None = None,
+    ) -> None:
+        """`device`: unset, that of the run. `scorers`: the processes that have the models, in place of this one."""
         self._rewards = [reward for reward in plan.rewards if isinstance(reward, ModelReward)]
         self._device = device or plan.train.device
-        self._dtype = matmul_dtype(plan.train.precision)
+        self._precision = plan.train.precision
+        self._scorers = scorers
         self._skips = plan.data.on_error == "skip"
         # A forward of training, which keeps activations for its backward, has as many tokens and takes more memory.
         self._tokens_per_forward = plan.train.micro_batch_size * plan.data.sequence_length
@@ -93,7 +104,7 @@ class RewardModels:
                     raise UserError(reason, where="rewards", fix="set data.on_error=skip")
                 skipped.append(reason)
             numbers = [index for index in range(len(texts)) if index not in problems]
-            values = self._values(model.decoder, [texts[index] for index in numbers])
+            values = self._values(reward.model, model.decoder, [texts[index] for index in numbers])
             rewards: list[float | None] = [None] * len(texts)
             for index, value in zip(numbers, values, strict=True):
                 if not math.isfinite(value):
@@ -106,20 +117,26 @@ class RewardModels:
             scores[name] = (reward.weight, rewards)
         return scores, skipped
 
-    def _values(self, decoder: Decoder, texts: Sequence[list[int]]) -> list[float]:
-        """The forwards are shared out among the ranks."""
+    def _values(
+        self, name: str, decoder: Decoder | None, texts: Sequence[list[int]]
+    ) -> list[float]:
+        """The forwards are shared out among the ranks. `name`: of the model, in the recipe."""
         mesh = self._mesh
-        batches = forward_batches([len(text) for text in texts], self._tokens_per_forward)
+        most_tokens = self._tokens_per_forward
+        batches = forward_batches([len(text) for text in texts], most_tokens)
+        own_batches = batches[mesh.rank :: mesh.world]
+        own_texts = [[texts[index] for index in batch] for batch in own_batches]
+        if decoder is None:
+            assert self._scorers is not None
+            by_batch = self._scorers.values(name, own_texts, tokens_per_forward=most_tokens)
+        else:
+            by_batch = [
+                value_scores(decoder, of_batch, most_tokens).tolist() for of_batch in own_texts
+            ]
         own_values = [
             (index, value)
-            for batch in batches[mesh.rank :: mesh.world]
-            for index, value in zip(
-                batch,
-                value_scores(
-                    decoder, [texts[index] for index in batch], self._tokens_per_forward
-                ).tolist(),
-                strict=True,
-            )
+            for batch, values_of_batch in zip(own_batches, by_batch, strict=True)
+            for index, value in zip(batch, values_of_batch, strict=True)
         ]
         values = [math.nan] * len(texts)
         for values_of_rank in mesh.all_gather_json(own_values):
@@ -129,16 +146,30 @@ class RewardModels:
 
     def _load(self, reward: ModelReward) -> LoadedModel:
         """Raises UserError."""
-        use = Use(self._device, bfloat16=self._dtype == torch.bfloat16)
-        # Its weights stay in memory for the whole run.
+        decoder = None
+        # Loading it and its tokenizer are one: a run may delete the checkpoint in between.
         with held_model(local_model(reward.model)) as files:
-            decoder = load_used(files, use, dtype=self._dtype, cached=(1, 1))
+            if self._scorers is None:
+                decoder = load_reward_model(
+                    files, reward.model, self._device, precision=self._precision
+                )
+                longest = decoder.config.max_positions
+            else:
+                longest = self._scorers.longest_text(reward.model)
             tokenizer = load_tokenizer(files.tokenizer)
-        if decoder.config.head != "values":
-            raise not_a_reward_model(reward.model)
-        decoder.requires_grad_(False)
         renderer = Renderer(tokenizer, template=None, train_on="assistant")
-        return LoadedModel(decoder.eval(), renderer)
+        return LoadedModel(decoder, renderer, longest)
+
+
+def load_reward_model(files: ModelFiles, name: str, device: str, *, precision: str) -> Decoder:
+    """The reward model of these files, in the dtype of matmuls. `name`: in the recipe. Raises UserError."""
+    dtype = matmul_dtype(precision)
+    use = Use(device, bfloat16=dtype == torch.bfloat16)
+    # Its weights stay in memory for the whole run.
+    decoder = load_used(files, use, dtype=dtype, cached=(1, 1))
+    if decoder.config.head != "values":
+        raise not_a_reward_model(name)
+    return decoder.requires_grad_(False).eval()
 
 
 def not_a_reward_model(model: str) -> UserError:
@@ -166,13 +197,12 @@ def encode(
     ]
     texts: list[list[int]] = []
     problems: dict[int, str] = {}
-    longest = model.decoder.config.max_positions
     for index, encoded in enumerate(model.renderer.encode_batch(examples)):
         if isinstance(encoded, BadRow):
             problems[index] = encoded.problem
             texts.append([])
         else:
-            texts.append(encoded[0].ids[:longest])
+            texts.append(encoded[0].ids[: model.longest])
     return texts, problems
 
 

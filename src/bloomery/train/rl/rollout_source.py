@@ -25,6 +25,7 @@ from bloomery.data.tokenizer.templates import own_templates
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from bloomery.infer.completions import Completion
 from bloomery.infer.sampling import Sampling, known_ids
+from bloomery.model.decoder import Decoder
 from bloomery.model.divergence import AGREEMENT, DIVERGENCE
 from bloomery.model.heads import ScoreSettings
 from bloomery.monitor.events import Emit, Phase, Warned
@@ -37,9 +38,14 @@ from bloomery.recipe.objectives import (
     Rollouts,
 )
 from bloomery.train.batch_source import SourceInputs, StepBatches
-from bloomery.train.objectives.distillation import before_of_teacher, on_policy_head, policy_scoring
-from bloomery.train.objectives.objective import Scoring
-from bloomery.train.objectives.teacher import TeacherPlan, teacher_of_rank
+from bloomery.train.objectives.distillation import (
+    before_of_teacher,
+    on_policy_head,
+    policy_scoring,
+    scored,
+)
+from bloomery.train.objectives.objective import Before, Scoring
+from bloomery.train.objectives.teacher import TeacherPlan, scored_teacher_of, teacher_of_rank
 from bloomery.train.rl.advantages import Advantages, advantages_of
 from bloomery.train.rl.episodes import EpisodeSampler
 from bloomery.train.rl.groups import SampledGroups, control_totals
@@ -65,6 +71,7 @@ from bloomery.train.rl.scoring import CompletionScorer, columns_of
 from bloomery.train.rl.teacher_prompts import TeacherPrompts
 from bloomery.train.rl.teacher_reader import TeacherReader
 from bloomery.train.rl.teacher_texts import teacher_texts
+from bloomery.train.scorers.client import TeacherOutput
 from bloomery.train.state import TrainState
 
 REPORT_SECONDS = 1.0
@@ -521,18 +528,25 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
     if isinstance(objective, OnPolicyDistill | GroupRollouts) and objective.teacher is not None:
         own = objective.own_teacher
         # The step has loaded the teacher: this is the same one.
-        teacher = None if own is not None else teacher_of_rank(plan, mesh)
+        of_scorers = scored_teacher_of(plan, inputs.scorers)
+        teacher: Decoder | TeacherOutput | None
+        before: Before | None
+        if of_scorers is not None:
+            teacher, before = scored(of_scorers, spans=plan.aligns_texts)
+        else:
+            loaded = None if own is not None else teacher_of_rank(plan, mesh)
+            before = before_of_teacher(
+                objective,
+                loaded,
+                scoring.settings,
+                precision=plan.train.precision,
+                together=plan.train.stream_micro_batches,
+                spans=plan.aligns_texts,
+                mesh=mesh,
+            )
+            teacher = loaded
         head = on_policy_head(objective, teacher, scoring, spans=plan.aligns_texts, mesh=mesh)
         seen = RolloutPictures(plan.data.prepared, held_out)
-        before = before_of_teacher(
-            objective,
-            teacher,
-            scoring.settings,
-            precision=plan.train.precision,
-            together=plan.train.stream_micro_batches,
-            spans=plan.aligns_texts,
-            mesh=mesh,
-        )
         taught = PolicyScores(inputs.state, head, None, plan.train, seen, before)
         if objective.teacher_prompt_template is not None or plan.aligns_texts:
             teacher_reader = _teacher_reader(inputs, objective, episodes, (prompts, held_out))
@@ -557,7 +571,7 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
         held_out=held_out,
         scorer=CompletionScorer(
             rewards=rewards,
-            models=RewardModels(plan, mesh),
+            models=RewardModels(plan, mesh, scorers=inputs.scorers),
             wait=reward_wait,
             tokenizer=inputs.tokenizer,
             mesh=mesh,

@@ -1,0 +1,275 @@
+"""A teacher and reward models in processes of their own: the numbers of those that training ranks hold."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rollouts_for_tests import (
+    assert_resumes_to_the_same_bits,
+    assert_same_training,
+    metrics,
+    plan_of,
+    write_recipe,
+    write_teacher,
+)
+
+from bloomery.core.errors import UserError
+from bloomery.data.batch import Batch
+from bloomery.data.prepare.prepare import prepare
+from bloomery.data.tokenizer.tokenizer import load_tokenizer
+from bloomery.hardware.detect import detect
+from bloomery.model.io.weights import fresh_decoder, model_state, write_model
+from bloomery.parallel.mesh import SINGLE_RANK
+from bloomery.plan.gather import gather
+from bloomery.plan.resolve import resolve
+from bloomery.plan.types import RunPlan
+from bloomery.recipe.load import load_recipe
+from bloomery.train.objectives.teacher import (
+    TEACHER_HIDDEN,
+    TeacherPass,
+    TeacherPlan,
+    load_teacher,
+    load_teacher_output,
+)
+from bloomery.train.rl.rollout import RolloutSample, pack
+from bloomery.train.scorers.process import LocalRanks, scoring_processes
+from ranks import fields, losses, on_ranks, train
+
+SCORED = "parallel.scoring_devices=1"
+ALONE = ("objective.kind=on_policy_distill", "rewards=[]")
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> Path:
+    """With a teacher, a reward model, and texts for distillation without samples."""
+    folder = write_recipe(tmp_path_factory.mktemp("scored"))
+    write_teacher(folder)
+    (folder / "judge").mkdir()
+    load_tokenizer(folder / "prepared").save(folder / "judge")
+    config = replace(plan_of(folder).model.config, head="values", num_layers=3)
+    write_model(model_state(fresh_decoder(config, seed=5)), config, folder / "judge")
+    return folder
+
+
+def plan_with(recipe: Path, *edits: str) -> RunPlan:
+    return plan_of(recipe, f"objective.teacher={recipe / 'teacher'}", "train.max_steps=3", *edits)
+
+
+CASES = {
+    "alone": ALONE,
+    "nf4": (*ALONE, "objective.teacher_quantize=nf4"),
+    "sampled, bfloat16": (*ALONE, "objective.estimator=sampled", "train.precision=bfloat16"),
+    "beside rewards": ("objective.teacher_kl_coef=0.5",),
+    "told more": (*ALONE, "objective.teacher_prompt_template='{answer}! {prompt}'"),
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("case", CASES)
+def test_losses_are_those_of_a_teacher_of_the_rank(recipe, tmp_path, case):
+    resident = train(plan_with(recipe, *CASES[case]), tmp_path / "resident")
+    scored = train(plan_with(recipe, *CASES[case], SCORED), tmp_path / "scored")
+    assert metrics(scored) == metrics(resident)
+    held_out = [
+        [event["metrics"] for event in fields(run, "EvalDone")] for run in (scored, resident)
+    ]
+    assert held_out[0] == held_out[1] and held_out[0]
+    assert_same_training(tmp_path / "scored", scored, tmp_path / "resident", resident)
+
+
+def test_rewards_are_those_of_a_model_of_the_rank(recipe, tmp_path):
+    rewards = f"rewards=[{{model: {recipe / 'judge'}}}]"
+    edits = (rewards, "train.max_steps=3")
+    resident = train(plan_of(recipe, *edits), tmp_path / "resident")
+    scored = train(plan_of(recipe, *edits, SCORED), tmp_path / "scored")
+    assert metrics(scored) == metrics(resident)
+    assert_same_training(tmp_path / "scored", scored, tmp_path / "resident", resident)
+
+
+def test_texts_of_a_dataset_are_distilled_to_the_same_bits(recipe, tmp_path):
+    rows = [json.dumps({"text": f"def f{number}(x): return x * {number}"}) for number in range(200)]
+    (recipe / "texts.jsonl").write_text("\n".join(rows))
+    lines = (recipe / "rl.yaml").read_text().splitlines()
+    kept = [line for line in lines if not line.startswith(("objective", "rewards", "data"))]
+    kept.append("data: {path: texts.jsonl, sequence_length: 48, validation: 0.1}")
+    kept.append(f"objective: {{kind: distill, teacher: {recipe / 'teacher'}}}")
+    kept.append(f"tokenizer: {{from: {recipe / 'teacher'}}}")
+    path = recipe / "distill.yaml"
+    path.write_text("\n".join(line for line in kept if not line.startswith("tokenizer: {train")))
+    edits = ("train.max_steps=3", "train.compile=false")
+    prepare(load_recipe(str(path), edits), recipe / "texts")
+
+    def plan(*more: str) -> RunPlan:
+        loaded = load_recipe(str(path), [*edits, *more])
+        resolved = resolve(loaded, gather(loaded, detect(), prepared=recipe / "texts"))
+        one_thread = resolved.train.model_copy(update={"threads": 1})
+        return resolved.model_copy(update={"train": one_thread})
+
+    resident = train(plan(), tmp_path / "resident")
+    scored = train(plan(SCORED), tmp_path / "scored")
+    assert losses(scored) == losses(resident)
+    held_out = [[event["loss"] for event in fields(run, "EvalDone")] for run in (scored, resident)]
+    assert held_out[0] == held_out[1] and held_out[0]
+    name = "checkpoints/step-00000003/model.safetensors"
+    written = [(tmp_path / run / name).read_bytes() for run in ("scored", "resident")]
+    assert written[0] == written[1]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("axis", "devices"), [("replicate", 1), ("replicate", 3), ("shard", 2)])
+def test_two_ranks_have_the_losses_of_those_with_a_teacher_each(recipe, tmp_path, axis, devices):
+    def plan(*edits: str) -> RunPlan:
+        return on_ranks(plan_with(recipe, *ALONE, *edits), **{axis: 2})
+
+    resident = train(plan(), tmp_path / "resident")
+    scored = train(plan(f"parallel.scoring_devices={devices}"), tmp_path / "scored")
+    assert losses(scored) == losses(resident)
+    assert metrics(scored) == metrics(resident)
+
+
+def test_two_ranks_ask_one_process_for_rewards(recipe, tmp_path):
+    edits = (f"rewards=[{{model: {recipe / 'judge'}}}]", "train.max_steps=2")
+    resident = train(on_ranks(plan_of(recipe, *edits), replicate=2), tmp_path / "resident")
+    scored = train(on_ranks(plan_of(recipe, *edits, SCORED), replicate=2), tmp_path / "scored")
+    assert metrics(scored) == metrics(resident)
+    assert_same_training(tmp_path / "scored", scored, tmp_path / "resident", resident)
+
+
+def test_a_stopped_and_resumed_run_equals_the_uninterrupted_one(recipe, tmp_path):
+    assert_resumes_to_the_same_bits(
+        plan_with(recipe, *ALONE, SCORED, "train.max_steps=4"), tmp_path, stop_after=2
+    )
+
+
+def micro_batches() -> list[Batch]:
+    generator = torch.Generator().manual_seed(0)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(5, 80, (count,), generator=generator).tolist())
+
+    samples = [[RolloutSample(ids(4), ids(n), (0.0,) * n) for n in of] for of in ((5, 3), (9, 2))]
+    return [pack(of_batch, length=40, rows=1)[0][0] for of_batch in samples]
+
+
+def test_each_micro_batch_is_awaited_where_it_is_read(recipe, tmp_path):
+    """In any order, with the bits of the pass in this process; answers that nobody reads are dropped."""
+    plan = plan_with(recipe, *ALONE, SCORED)
+    torch.set_num_threads(1)
+    teacher = load_teacher(TeacherPlan.of(plan))
+    expected = TeacherPass("float32", teacher)(teacher, micro_batches())
+    with scoring_processes(plan, SINGLE_RANK, tmp_path) as scorers:
+        assert scorers is not None
+        scorers.with_teacher(micro_batches(), name=TEACHER_HIDDEN)
+        completed = scorers.with_teacher(micro_batches(), name=TEACHER_HIDDEN)
+        for batch, of_rank in list(zip(completed, expected, strict=True))[::-1]:
+            assert torch.equal(batch.extras[TEACHER_HIDDEN], of_rank.extras[TEACHER_HIDDEN])
+            assert set(batch.extras) == set(of_rank.extras)
+
+
+def test_the_rank_has_the_output_layer_alone(recipe):
+    plan = TeacherPlan.of(plan_with(recipe, *ALONE, SCORED))
+    output = load_teacher_output(plan)
+    assert torch.equal(output.lm_head.weight, load_teacher(plan).lm_head.weight)
+    assert not output.lm_head.weight.requires_grad
+
+
+def children() -> set[int]:
+    """The processes that score, of this process."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        try:
+            status = (entry / "stat").read_text()
+            command = (entry / "cmdline").read_text()
+        except OSError:
+            continue
+        parent = int(status.rpartition(")")[2].split()[1])
+        if parent == os.getpid() and "bloomery.train.scorers.worker" in command:
+            found.add(int(entry.name))
+    return found
+
+
+def test_one_that_is_killed_is_named_with_the_cure(recipe, tmp_path):
+    plan = plan_with(recipe, *ALONE, SCORED)
+    with (
+        pytest.raises(UserError, match=r"scoring process 0 .* has ended") as error,
+        scoring_processes(plan, SINGLE_RANK, tmp_path) as scorers,
+    ):
+        assert scorers is not None
+        (process,) = children()
+        scorers.wait_until_loaded()
+        os.kill(process, signal.SIGKILL)
+        first, *_ = scorers.with_teacher(micro_batches(), name=TEACHER_HIDDEN)
+        first.extras[TEACHER_HIDDEN]
+    assert f"bloomery resume {tmp_path.name}" in error.value.fix
+    assert not children()
+
+
+def test_a_teacher_that_cannot_be_read_ends_the_run_before_its_first_step(recipe, tmp_path):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in (recipe / "teacher").iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    plan = plan_with(recipe, *ALONE, SCORED, f"objective.teacher={broken}")
+    with pytest.raises(UserError, match=r"model\.safetensors") as error:
+        train(plan, tmp_path / "run")
+    assert "scoring process 0" in error.value.where
+    assert not children()
+
+
+def test_none_outlives_a_rank_that_is_killed(recipe, tmp_path):
+    plan = tmp_path / "plan.json"
+    plan.write_text(plan_with(recipe, *ALONE, SCORED).model_dump_json())
+    program = (
+        "import sys, time; from pathlib import Path; from bloomery.plan.types import RunPlan\n"
+        "from bloomery.parallel.mesh import SINGLE_RANK\n"
+        "from bloomery.train.scorers.process import scoring_processes\n"
+        "plan = RunPlan.model_validate_json(Path(sys.argv[1]).read_text())\n"
+        "with scoring_processes(plan, SINGLE_RANK, Path('x')) as scorers:\n"
+        "    scorers.wait_until_loaded(); print('ready', flush=True); time.sleep(600)\n"
+    )
+    rank = subprocess.Popen(
+        [sys.executable, "-c", program, str(plan)], stdout=subprocess.PIPE, text=True
+    )
+    assert rank.stdout is not None
+    for line in rank.stdout:
+        if line.strip() == "ready":
+            break
+    tasks = Path(f"/proc/{rank.pid}/task/{rank.pid}/children").read_text().split()
+    scorers = [
+        int(pid) for pid in tasks if "scorers.worker" in Path(f"/proc/{pid}/cmdline").read_text()
+    ]
+    assert len(scorers) == 1
+    rank.kill()
+    rank.wait()
+    rank.stdout.close()
+    until = time.monotonic() + 60
+    while Path(f"/proc/{scorers[0]}/cmdline").exists() and time.monotonic() < until:
+        if Path(f"/proc/{scorers[0]}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            break
+        time.sleep(0.05)
+    assert time.monotonic() < until
+
+
+@pytest.mark.parametrize(("ranks", "scorers"), [(1, 1), (1, 3), (4, 1), (4, 2), (5, 2), (3, 5)])
+def test_every_rank_is_served_and_every_process_is_started_once(ranks, scorers):
+    places = [LocalRanks(index, ranks, scorers) for index in range(ranks)]
+    assert all(place.own for place in places)
+    started = [scorer for place in places for scorer in place.started]
+    assert sorted(started) == list(range(scorers))
+    for scorer in range(scorers):
+        clients = sum(scorer in place.own for place in places)
+        assert clients == places[0].clients(scorer) >= 1
+    # They are shared out evenly.
+    counts = [places[0].clients(scorer) for scorer in range(scorers)]
+    assert max(counts) - min(counts) <= 1
