@@ -98,11 +98,12 @@ def command(
     given = {name: value for name, value in options.items() if value is not None}
     chosen_site = _chosen_site(given)
     loaded_recipe, source = chosen_recipe(recipe, overrides, model, data)
+    chosen_site = chosen_site.with_scoring(loaded_recipe.recipe.parallel.scoring_devices)
     report, machine = _fitting_report(loaded_recipe, source, chosen_site, nodes)
     plan = report.plan
     words = [word for option in given.items() for word in option]
     written_by = f"bloomery slurm {source} {shlex.join(words)}"
-    ranks = nodes * chosen_site.gpus_per_node
+    ranks = nodes * chosen_site.ranks_per_node
     if chosen_site.kind != "slurm":
         return _print_cloud_job(
             chosen_site,
@@ -212,15 +213,20 @@ def _fitting_report(
     plan, facts = local_plan(
         loaded_recipe,
         gpu=None if without_gpus else site.gpu,
-        gpus=site.gpus_per_node,
+        gpus=site.ranks_per_node,
         nodes=1 if without_gpus else nodes,
     )
     if not plan.fits:
         fix = f"bloomery plan {source}{_plan_options(site, nodes)}"
         if plan.suggestions:
             fix = f"add {plan.suggestions[0]}; more: {fix}"
-        needed = f"{plan.memory.total / GIB:.1f} of {plan.memory.limit / GIB:.1f} GiB"
-        raise UserError(f"the run does not fit: {needed} of each GPU", where=source, fix=fix)
+        memory = plan.memory
+        gpus = "each GPU"
+        if memory.fits and plan.scoring is not None:
+            memory = plan.scoring.memory
+            gpus = "each GPU that scores"
+        needed = f"{memory.total / GIB:.1f} of {memory.limit / GIB:.1f} GiB"
+        raise UserError(f"the run does not fit: {needed} of {gpus}", where=source, fix=fix)
     return advise(loaded_recipe, plan, facts), facts.machine
 
 
@@ -277,7 +283,7 @@ def _print_cloud_job(
             names_code=names_code(plan),
         )
         saves = f"when a pod is asked to end, which has {signal_seconds} s for it; then the pods start again"
-    ranks = nodes * site.gpus_per_node
+    ranks = nodes * site.ranks_per_node
     if as_json:
         print_json(_cloud_document(job, report, nodes=nodes, ranks=ranks))
         return 0

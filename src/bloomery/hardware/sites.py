@@ -6,10 +6,11 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, PrivateAttr, ValidationError
 
 from bloomery.core.errors import UserError
 from bloomery.core.text import did_you_mean, expanded
+from bloomery.core.units import counted
 from bloomery.hardware.wheels import detect_site, wheel_table
 
 Kind = Literal["slurm", "skypilot", "kubernetes"]
@@ -106,6 +107,43 @@ class Site(SiteEntry):
     binding: tuple[GpuCpus, ...] = ()
     image: str = ""
     volume: str = ""
+    _scoring: int = PrivateAttr(0)  # GPUs of each node that score: of a recipe, not of a site
+
+    def with_scoring(self, devices: int) -> "Site":
+        """The site for a recipe that has so many GPUs of each node score and not train.
+
+        Raises UserError (code 2) where none is left to train.
+        """
+        if devices == 0 or self.gpu == CPU:
+            return self
+        if devices >= self.gpus_per_node:
+            raise UserError(
+                f"{self.title} has {counted(self.gpus_per_node, 'GPUs')} per node: none is left to train",
+                where=f"parallel.scoring_devices={devices}",
+                fix="set fewer, or name nodes with more GPUs",
+                code=2,
+            )
+        site = self.model_copy()
+        site._scoring = devices
+        return site
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Processes, one for each GPU that trains; of nodes without GPUs as many as `gpus_per_node` says."""
+        return self.gpus_per_node - self._scoring
+
+    @property
+    def rank_options(self) -> tuple[str, ...]:
+        """`task_options`, by which each rank sees all GPUs of its node where some of them score."""
+        if self._scoring == 0:
+            return self.task_options
+        of_all = f"--gpus-per-node={self.gpus_per_node}"
+        others = [
+            option
+            for option in self.task_options
+            if not option.startswith(("--gpus-per-task", "--gpus-per-node", "--gpu-bind"))
+        ]
+        return of_all, *others
 
     def queue(self, name: str | None) -> Queue | None:
         """The queue of that name, or the default one; None for a site that lists none.

@@ -203,7 +203,7 @@ def write_pytorch_job(
         "metadata": metadata,
         "spec": {
             "runPolicy": {"cleanPodPolicy": "None"},  # ended pods stay, with their logs
-            "nprocPerNode": str(site.gpus_per_node),
+            "nprocPerNode": str(site.ranks_per_node),
             "pytorchReplicaSpecs": replicas,
         },
     }
@@ -246,8 +246,8 @@ def _node_script(
             job=job,
             python=python,
             meeting=meeting,
-            ranks=nodes * site.gpus_per_node,
-            ranks_per_node=site.gpus_per_node,
+            ranks=nodes * site.ranks_per_node,
+            ranks_per_node=site.ranks_per_node,
             arguments=arguments,
             trust_code=TRUST_CODE * names_code,
             checkpoints='"$run"/checkpoints/step-*',

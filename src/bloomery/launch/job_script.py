@@ -93,9 +93,9 @@ def write_job_script(
         directives.append(f"--account={shlex.quote(checked_name(account, '--account'))}")
     if queue is not None:
         directives.append(f"--{queue.option}={shlex.quote(queue.name)}")
-    per_node = f"--nodes={nodes} --ntasks-per-node={site.gpus_per_node}"
+    per_node = f"--nodes={nodes} --ntasks-per-node={site.ranks_per_node}"
     cores = [f"--cpus-per-task={site.cpus_per_gpu}"] if site.cpus_per_gpu else []
-    directives.append(" ".join([per_node, *site.task_options, *cores]))
+    directives.append(" ".join([per_node, *site.rank_options, *cores]))
     directives += site.directives
     if excluded_hosts is not None:
         directives.append(f"--exclude={checked_hosts(excluded_hosts)}")
@@ -111,7 +111,7 @@ def write_job_script(
         run=job_run_name(name, f"slurm-0.{TRAINING_STEP}").removesuffix(f"0.{TRAINING_STEP}")
         + f"$SLURM_JOB_ID.{TRAINING_STEP}",
         requeue=requeue,
-        one_rank=nodes * site.gpus_per_node == 1,
+        one_rank=nodes * site.ranks_per_node == 1,
         directives=directives,
         setup=site.setup,
         # Each rank compares its CPUs with the site's table.

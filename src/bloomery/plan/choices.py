@@ -682,6 +682,8 @@ def objective_choices(
             reason = (
                 f"{taught_by.model}{form} stays in host memory; each layer is copied once per step"
             )
+        if recipe.parallel.scoring_devices:
+            reason = f"{taught_by.model}{form} is on devices that only score; its output layer is next to the model"
         yield (
             "objective.teacher",
             Choice(f"teacher of {format_count(parameter_count(teacher))}", reason),
