@@ -3,7 +3,14 @@
 from functools import cache
 
 import pytest
-from rollouts_for_tests import STEPS, completions, metrics, plan_of, write_recipe
+from rollouts_for_tests import (
+    STEPS,
+    completions,
+    metrics,
+    plan_of,
+    write_recipe,
+    write_teacher,
+)
 
 from bloomery.model.io.parameters import local
 from bloomery.parallel.process_group import join
@@ -145,6 +152,24 @@ def test_stages_train_as_one_rank(recipe, alone, tmp_path, case, mesh):
     assert_trains_as(alone(case), tmp_path, train(plan, tmp_path))
 
 
+PEFT_METHODS = {
+    "ia3": "{method: ia3, target_modules: [k_proj, down_proj], feedforward_modules: [down_proj]}",
+    "adalora": "{method: adalora, init_r: 6, target_r: 2, tinit: 1, tfinal: 1, deltaT: 1, total_step: 6}",
+}
+WITHOUT_PARTS = {"copies": {"replicate": 2}, "shared sequences": SHARED["two copies"]}
+
+
+@pytest.mark.parametrize("mesh", WITHOUT_PARTS)
+@pytest.mark.parametrize("method", PEFT_METHODS)
+def test_methods_of_peft_train_with_rewards_as_one_rank(recipe, tmp_path, method, mesh):
+    """With a frozen copy of the start beside them; shards and stages have no whole matrices, and are refused."""
+    adapter = PEFT_METHODS[method].replace("{", "{kind: peft, ", 1)
+    plan = plan_of(recipe, *MODEL, f"adapter={adapter}", "objective.beta=0.1")
+    one = tmp_path / "alone", train(plan, tmp_path / "alone")
+    several = train(on_ranks(plan, **WITHOUT_PARTS[mesh]), tmp_path / "several")
+    assert_trains_as(one, tmp_path / "several", several)
+
+
 MIXTURE = ("model.family=qwen3_moe", "model.experts={count: 4, per_token: 2, width: 32}")
 DIVIDED = {
     "two copies": {"replicate": 2, "expert": 2},
@@ -156,17 +181,25 @@ DIVIDED = {
 EXPERT_CASES = {
     **{name: CASES[name] for name in ("grpo", "ppo", "grpo, mean of completions, reference")},
     "taught by its base": ("objective.teacher=base", LORA),
+    "taught by another mixture": ("objective.teacher=TEACHER",),
 }
 
 
 @pytest.fixture(scope="module")
 def alone_with_experts(recipe, tmp_path_factory):
+    write_teacher(recipe, *MODEL, *MIXTURE)
+
     @cache
     def run(case):
         folder = tmp_path_factory.mktemp("alone")
-        return folder, train(plan_of(recipe, *MODEL, *MIXTURE, *EXPERT_CASES[case]), folder)
+        return folder, train(mixture_plan(recipe, case), folder)
 
     return run
+
+
+def mixture_plan(recipe, case):
+    edits = [edit.replace("TEACHER", str(recipe / "teacher")) for edit in EXPERT_CASES[case]]
+    return plan_of(recipe, *MODEL, *MIXTURE, *edits)
 
 
 @pytest.mark.parametrize(
@@ -175,11 +208,10 @@ def alone_with_experts(recipe, tmp_path_factory):
         pytest.param(case, mesh, marks=[] if mesh == "two copies" else [pytest.mark.soak])
         for case in EXPERT_CASES
         for mesh in DIVIDED
-        if (case, mesh) != ("taught by its base", "two stages")  # no teacher judges over stages
     ],
 )
 def test_ranks_that_divide_experts_train_as_one(recipe, alone_with_experts, tmp_path, case, mesh):
-    plan = on_ranks(plan_of(recipe, *MODEL, *MIXTURE, *EXPERT_CASES[case]), **DIVIDED[mesh])
+    plan = on_ranks(mixture_plan(recipe, case), **DIVIDED[mesh])
     assert_trains_as(alone_with_experts(case), tmp_path, train(plan, tmp_path))
 
 

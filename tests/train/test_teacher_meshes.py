@@ -13,6 +13,8 @@ from ranks import fields, losses, on_ranks, train
 
 STEPS = 3
 SHORT = (f"train.max_steps={STEPS}", "eval.every=3 steps")
+# One completion in each sequence, of which two ranks have a part each. Letters are more tokens.
+LENGTHS = {False: "data.sequence_length=24", True: "data.sequence_length=40"}
 ON_POLICY = "objective={kind: on_policy_distill, teacher: TEACHER, num_generations: 2, max_completion_length: 8}"
 REWARDED = "objective={kind: grpo, teacher: TEACHER, num_generations: 4, max_completion_length: 8, teacher_kl_coef: 5}"
 TOLD = "objective.teacher_prompt_template='{answer}! {prompt}'"
@@ -53,9 +55,10 @@ QUICK = ("on policy", "told more, streamed", "base", "grpo, cross-entropy", "ano
 @pytest.fixture(scope="module")
 def recipes(tmp_path_factory):
     """The recipe of a teacher with the student's tokenizer, and of one with another."""
-    alike = write_recipe(tmp_path_factory.mktemp("alike"), *MODEL)
-    write_teacher(alike, *MODEL)
-    return {False: alike, True: write_both(tmp_path_factory.mktemp("spans"), *MODEL)}
+    alike = write_recipe(tmp_path_factory.mktemp("alike"), *MODEL, LENGTHS[False])
+    write_teacher(alike, *MODEL, LENGTHS[False])
+    other = write_both(tmp_path_factory.mktemp("spans"), *MODEL, LENGTHS[True])
+    return {False: alike, True: other}
 
 
 def plan_with(recipes, case, *edits):
@@ -64,7 +67,7 @@ def plan_with(recipes, case, *edits):
     of_case = [edit.replace("TEACHER", str(recipe / "teacher")) for edit in CASES[case]]
     if is_other:
         of_case.append(f"tokenizer={{from: {recipe / 'student'}}}")
-    plan = plan_of(recipe, *MODEL, *of_case, *SHORT, *edits)
+    plan = plan_of(recipe, *MODEL, LENGTHS[is_other], *of_case, *SHORT, *edits)
     # With the usual eps an update is the sign of a gradient, and of one of 1e-9 that of its rounding.
     optimizer = plan.optimizer.model_copy(update={"eps": 1e-4})
     return plan.model_copy(update={"optimizer": optimizer})
@@ -122,3 +125,20 @@ def assert_trains_as(one, folder, events):
 def test_ranks_with_a_teacher_train_as_one(recipes, alone, tmp_path, case, mesh):
     plan = on_ranks(plan_with(recipes, case), **(STAGES | SHARED)[mesh])
     assert_trains_as(alone(case), tmp_path, train(plan, tmp_path))
+
+
+MOVES = {
+    "from stages to shared sequences": (STAGES["two stages"], SHARED["two copies"]),
+    "from shared sequences to one rank": (SHARED["two copies"], {}),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_a_run_with_a_teacher_goes_on_over_other_ranks(recipes, alone, tmp_path, move):
+    """In the middle of a rollout, on which two steps train."""
+    plan = plan_with(recipes, "jsd, several steps")
+    first, second = MOVES[move]
+    before = train(on_ranks(plan, **first), tmp_path, stop_after=1)
+    checkpoint = tmp_path / "checkpoints" / "step-00000001"
+    after = train(on_ranks(plan, **second), tmp_path, resume_from=checkpoint)
+    assert_trains_as(alone("jsd, several steps"), tmp_path, [*before, *after])
