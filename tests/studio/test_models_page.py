@@ -6,14 +6,19 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from studio_for_tests import RecordedCommands, make_run, until, with_user
+from studio_for_tests import RecordedCommands, make_run, texts_of, until, with_user
 
 from bloomery.core.errors import UserError
+from bloomery.core.held_files import claimed
+from bloomery.infer.model_folder import MANIFEST
 from bloomery.studio.commands import TOKEN as STUDIO_TOKEN
+from bloomery.studio.commands import Commands
 from models_for_tests import make_model
+from models_for_tests import make_run as make_whole_run
 
 sys.path.append(str(Path(__file__).parents[1] / "plan"))
 from plan_help import loaded, machine, planned
@@ -136,6 +141,46 @@ def test_an_export_is_a_command_of_the_chosen_format() -> None:
         ]
 
     with_user(visit, commands)
+
+
+def test_an_export_that_fails_says_why_above_what_it_printed() -> None:
+    """The run deletes the checkpoint between the choice of its folder and the lock on it."""
+    run = make_whole_run(Path("runs/one"), 10, 20)
+    checkpoint = run / "checkpoints" / "step-00000010"
+    commands = Commands()
+
+    def is_waiting() -> bool:
+        manifest = (checkpoint / MANIFEST).absolute()
+        for descriptor in Path(f"/proc/{commands.started[0].process.pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # it has closed that one meanwhile
+                if descriptor.readlink() == manifest:
+                    return True
+        return False
+
+    async def visit(user) -> None:
+        from nicegui import ui
+
+        await user.open("/models")
+        table = next(iter(user.find(ui.table).elements))
+        await until(lambda: table.rows)
+        rows = [row for row in table.rows if row["model"] == "runs/one@10"]
+        user.find(ui.table).trigger(
+            "selection", {"keys": ["runs/one@10"], "rows": rows, "added": True}
+        )
+        export = next(iter(user.find(kind=ui.button, content="Export").elements))
+        await until(lambda: export.enabled)
+        user.find(kind=ui.button, content="Export").click()
+        await user.should_see("Export runs/one@10", retries=50)
+        with claimed([checkpoint / MANIFEST]):
+            user.find("Start the export").click()
+            await until(lambda: commands.started and is_waiting(), 120)
+            checkpoint.rename(checkpoint.with_name("gone"))
+        problem = "the checkpoint of step 10 was deleted meanwhile; left: 20"
+        await until(lambda: f"export failed: {problem}" in texts_of(user), 120)
+        assert any(f"error: {problem}\nwhere: " in text for text in texts_of(user))
+
+    with_user(visit, commands)
+    assert not Path("exports/one-10-hf").exists()
 
 
 def test_the_page_of_a_run_exports_its_best_checkpoint() -> None:

@@ -39,6 +39,16 @@ def export_of(arguments: Sequence[str]) -> str:
     return places[-1] if Path(places[-1]).is_absolute() else f"./{Path(places[-1])}"
 
 
+def problem_of(text: str) -> str:
+    """What the last error of a command says, without where and fix, which stand below; "" where it printed none."""
+    problems = [
+        line.removeprefix("error:").strip()
+        for line in text.splitlines()
+        if line.startswith("error:")
+    ]
+    return problems[-1] if problems else ""
+
+
 @final
 class CommandProgress:
     """Mutable: the newest command about a subject."""
@@ -71,7 +81,8 @@ class CommandProgress:
         elif command.code == 0:
             self._sentence.text = f"{verb}: done"
         else:
-            self._sentence.text = f"{verb} failed; what it printed says why"
+            problem = problem_of(command.text())
+            self._sentence.text = f"{verb} failed: {problem or 'what it printed says why'}"
         self._made = export_of(command.arguments) if command.code == 0 else ""
         self._download.visible = bool(self._made)
         self._download.text = f"Download {harmless(Path(self._made).name)}"
