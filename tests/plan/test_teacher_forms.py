@@ -105,6 +105,8 @@ def test_each_device_with_the_head_has_all_of_a_teacher(layout):
     )
     assert resident.memory.parts["teacher"] == pytest.approx(2 * PARAMETERS, rel=0.01)
     assert "on the device 15.3 GiB" in reason_of(resident)
+    # Stages and shared sequences are refused with devices that only score.
+    assert ("on another device" in reason_of(resident)) == (layout in ("copies", "shards"))
 
     devices = 2 if "stages" in layout else 4
     states = 2 * 32 * 512 * 4096 / devices

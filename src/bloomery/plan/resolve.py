@@ -56,7 +56,7 @@ from bloomery.plan.choices import (
 from bloomery.plan.estimate import speed
 from bloomery.plan.estimate.activations import gpu_fallback_bytes, keeps_scores
 from bloomery.plan.estimate.measured import StepEstimator, compile_gain
-from bloomery.plan.estimate.mesh import ONE_DEVICE
+from bloomery.plan.estimate.mesh import ONE_DEVICE, MeshSplit
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import ReferencePlace, StepShape, Stream
 from bloomery.plan.gather import Facts, fetch, gather, sees_pictures
@@ -389,19 +389,27 @@ def _choose_step(
         step: StepShape,
         measure: batch.Measure,
         seconds: Callable[[StepShape], float | None],
-        devices: int,
+        split: MeshSplit,
     ) -> tuple[teachers.TeacherForm, ...]:
-        """Those of the teacher, on GPUs: the memory of a CPU is the host's."""
+        """Those of the teacher in this layout, on GPUs: the memory of a CPU is the host's."""
         if step.teacher is None or profile.accelerator is None:
             return ()
+        scored_apart = recipe.model_copy(
+            update={"parallel": recipe.parallel.model_copy(update={"scoring_devices": 1})}
+        )
+        may_score_apart = not any(
+            unsupported.refusals(scored_apart, axis, config)
+            for axis in unsupported.ALL_AXES
+            if getattr(split, axis) > 1
+        )
         return teachers.teacher_forms(
             step,
             measure=measure,
             seconds=lambda form: (
                 None if form.teacher_stream and estimator.host_link is None else seconds(form)
             ),
-            devices=devices,
-            host_devices=gpus + recipe.parallel.scoring_devices,
+            devices=split.replicate * split.shard,
+            host_devices=gpus + recipe.parallel.scoring_devices if may_score_apart else 1,
             states_tokens=most_loss_tokens(recipe),
         )
 
@@ -450,7 +458,7 @@ def _choose_step(
                 best_step,
                 workload.memory(best.split),
                 partial(mesh.step_seconds, workload, best.split, best.sequences),
-                sharing,
+                best.split,
             )
             return _Layout(
                 best.micro_batching, best.seconds, plan, rollout, choice, stream_plan, forms
@@ -507,7 +515,7 @@ def _choose_step(
                 split=ONE_DEVICE,
                 step_seconds=seconds,
             )
-        forms = forms_of(step, peak, seconds_of, 1)
+        forms = forms_of(step, peak, seconds_of, ONE_DEVICE)
         return _Layout(micro_batching, seconds, None, rollout, stream, stream_plan, forms)
 
     layout = choose_layout(scale.sequences_per_step)
