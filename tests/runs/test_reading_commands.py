@@ -4,11 +4,12 @@ The tests see every file that Python opens, and ask at that moment whether the c
 read by Python itself (`model.io.safetensors`), as are configs and tokenizers.
 """
 
+import gc
 import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import chdir, contextmanager
+from contextlib import ExitStack, chdir, contextmanager
 from dataclasses import dataclass, field
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
@@ -21,10 +22,16 @@ from runs_of_bloomery import write_workshop
 
 import bloomery.serve.listen
 from bloomery.cli import COMMANDS, cli
+from bloomery.infer.generate import Model
+from bloomery.infer.load import Use
 from bloomery.infer.model_folder import MANIFEST, seal, step_folder
+from bloomery.serve.limits import Limits
+from bloomery.serve.served import load_served
 from models_for_tests import make_run
+from pictures_for_tests import png, save_base
 
-# Arguments by command. CHECKPOINT: of a run; RUN: that run; ADAPTED: a run with an adapter on CHECKPOINT.
+# Arguments by command. CHECKPOINT: of a run; RUN: that run; ADAPTED: a run with an adapter on CHECKPOINT; SEEING: a run
+# whose model reads pictures.
 OUT = ("--out", "out")
 SHORT = ("--max-new-tokens", "2")
 GGUF = ("--out", "out.gguf")
@@ -37,6 +44,8 @@ READERS: dict[str, list[tuple[str, ...]]] = {
         ("CHECKPOINT", "--to", "hf", *OUT),
         *(("ADAPTED", "--to", layout, *OUT) for layout in ("merged", "adapter")),
         ("ADAPTED", "--to", "gguf-adapter", *GGUF),
+        ("SEEING", "--to", "hf", *OUT),
+        ("SEEING", "--to", "gguf", *GGUF),
         ("RUN+ADAPTED+ADAPTED", "--to", "merged", "--weights", "0.5,0.25", *OUT),
     ],
     "merge": [("RUN", "CHECKPOINT", "other", *OUT)],
@@ -48,9 +57,10 @@ READERS: dict[str, list[tuple[str, ...]]] = {
     ],
     "generate": [
         ("RUN", "--prompt", "a", *SHORT),
+        ("SEEING", "--prompt", "Color?", "--image", "red.png", *SHORT),
         ("RUN", "--prompt", "a", *SHORT, "--draft", "CHECKPOINT", "--temperature", "0"),
     ],
-    "chat": [("RUN", *SHORT), ("ADAPTED", *SHORT)],
+    "chat": [("RUN", *SHORT), ("ADAPTED", *SHORT), ("SEEING", *SHORT)],
     "eval": [
         ("RUN", "--data", "text.txt"),
         ("RUN", "--data", "text.txt", "--against", "CHECKPOINT"),
@@ -159,11 +169,13 @@ class Place:
     checkpoint: Path
     adapted: Path
     adapter: Path
+    seeing: Path
+    seeing_checkpoint: Path
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Place:
-    """A workshop with a run, and a run whose checkpoint is an adapter on the other's."""
+    """A workshop with a run, one whose checkpoint is an adapter on the other's, and one whose model sees."""
     folder = tmp_path_factory.mktemp("workshop")
     write_workshop(folder)
     (folder / "text.txt").write_text("def f(x):\n    return x + 1\n" * 10)
@@ -187,9 +199,21 @@ def place(tmp_path_factory) -> Place:
     config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     peft.get_peft_model(model, config).save_pretrained(adapter)
     (adapter / "README.md").unlink(missing_ok=True)
-    (adapter / "state.json").write_text('{"step": 10}')
-    seal(adapter)
-    return Place(folder, run, checkpoint, adapted, adapter)
+    seal_as_checkpoint(adapter)
+
+    seeing = folder / "seeing"
+    seeing_checkpoint = step_folder(seeing / "checkpoints", 10)
+    seeing_checkpoint.parent.mkdir(parents=True)
+    save_base("qwen3_vl", seeing_checkpoint, weights=True, seed=1)
+    (seeing / "recipe.yaml").write_text("model: {from: base}\ndata: {path: text}\n")
+    (folder / "red.png").write_bytes(png(40, 60, "red"))
+    seal_as_checkpoint(seeing_checkpoint)
+    return Place(folder, run, checkpoint, adapted, adapter, seeing, seeing_checkpoint)
+
+
+def seal_as_checkpoint(folder: Path) -> None:
+    (folder / "state.json").write_text('{"step": 10}')
+    seal(folder)
 
 
 def serve_nothing(*_: object, **__: object) -> None:
@@ -201,11 +225,13 @@ def run_beside(place: Place, folder: Path, name: str, arguments: tuple[str, ...]
     for path in place.folder.iterdir():
         (folder / path.name).symlink_to(path)
     named = {"RUN": place.run, "CHECKPOINT": place.checkpoint, "ADAPTED": place.adapted}
+    named["SEEING"] = place.seeing
+    lines = "/image red.png\nhello\n" if "SEEING" in arguments else "hello\n"
     words = list(arguments)
     for placeholder, path in named.items():
         words = [word.replace(placeholder, str(path)) for word in words]
     with chdir(folder):
-        result = CliRunner().invoke(cli, [name, *words], input="hello\n")
+        result = CliRunner().invoke(cli, [name, *words], input=lines)
     print(result.output)
     assert result.exit_code == 0, (result.output, result.exception)
 
@@ -220,13 +246,15 @@ CALLS = [
 @pytest.mark.parametrize(("name", "arguments"), CALLS)
 def test_no_file_is_read_that_a_run_could_delete(place, tmp_path, monkeypatch, name, arguments):
     monkeypatch.setattr(bloomery.serve.listen, "serve", serve_nothing)
-    with watched(place.checkpoint, place.adapter) as files:
+    with watched(place.checkpoint, place.adapter, place.seeing_checkpoint) as files:
         run_beside(place, tmp_path, name, arguments)
     assert files.held
     assert not files.unheld
 
 
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize(
+    "name", [*sorted(TRAINERS.keys() - {"bench"}), pytest.param("bench", marks=pytest.mark.soak)]
+)
 def test_a_checkpoint_to_train_from_is_held_by_the_parent(place, tmp_path, name):
     with watched(place.checkpoint) as files:
         run_beside(place, tmp_path, name, TRAINERS[name])
@@ -236,3 +264,22 @@ def test_a_checkpoint_to_train_from_is_held_by_the_parent(place, tmp_path, name)
     assert all(files.children)
     if name in ("train", "sweep"):
         assert files.children
+
+
+def test_a_served_model_is_let_go_unless_it_sees(place):
+    """The image processor is opened again for each form of a chat, a tower with its first picture."""
+    with ExitStack() as stack:
+        for folder in (place.run, place.seeing):
+            load_served(folder, "a", Limits(context=64), stack, use=Use("cpu"), on_load=str)
+        assert could_be_deleted(place.checkpoint)
+        assert not could_be_deleted(place.seeing_checkpoint)
+    assert could_be_deleted(place.seeing_checkpoint)
+
+
+def test_a_loaded_model_is_let_go_unless_it_sees(place):
+    models = [Model.load(folder, use=Use("cpu")) for folder in (place.run, place.seeing)]
+    assert could_be_deleted(place.checkpoint)
+    assert not could_be_deleted(place.seeing_checkpoint)
+    del models
+    gc.collect()  # decoders have cycles
+    assert could_be_deleted(place.seeing_checkpoint)
