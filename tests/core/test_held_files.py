@@ -67,6 +67,19 @@ def test_the_lock_of_a_killed_reader_goes_with_it(file):
     assert claims(file)
 
 
+def test_a_process_that_was_forked_meanwhile_does_not_hold_the_file(file):
+    with HeldFiles() as holds:
+        assert holds.take(file)
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+    try:
+        assert claims(file)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
 def test_a_held_file_is_named_and_those_before_it_are_free_again(file):
     free = file.with_name("free.json")
     free.touch()

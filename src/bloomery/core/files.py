@@ -67,6 +67,14 @@ def try_lock(descriptor: int, *, shared: bool = False) -> bool:
     return True
 
 
+def unlock(descriptor: int) -> None:
+    """Ends the lock at once; closing the file would not while a process that was forked meanwhile has it open."""
+    with suppress(ImportError, OSError):
+        from fcntl import LOCK_UN, flock
+
+        flock(descriptor, LOCK_UN)
+
+
 def in_place(path: Path, descriptor: int) -> bool:
     """Whether the open file is the one at `path`: it was neither deleted nor replaced."""
     try:

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self, final
 
 from bloomery.core.errors import UserError
-from bloomery.core.files import in_place, open_regular, try_lock
+from bloomery.core.files import in_place, open_regular, try_lock, unlock
 
 # A claim lasts as long as a rename takes.
 PATIENCE_SECONDS = 5.0
@@ -25,7 +25,6 @@ class HeldFiles:
     """Shared locks on files, until the context ends. Mutable."""
 
     def __init__(self) -> None:
-        self._stack = ExitStack()
         self._descriptors = dict[Path, int]()
 
     def __enter__(self) -> Self:
@@ -37,7 +36,9 @@ class HeldFiles:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        self._stack.close()
+        for descriptor in self._descriptors.values():
+            unlock(descriptor)
+            os.close(descriptor)
         self._descriptors.clear()
 
     def take(self, path: Path) -> bool:
@@ -67,7 +68,6 @@ class HeldFiles:
         finally:
             if is_taken:
                 self._descriptors[path] = descriptor
-                self._stack.callback(os.close, descriptor)
             else:
                 os.close(descriptor)
 
