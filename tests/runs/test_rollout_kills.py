@@ -4,18 +4,12 @@ Oracle: the undisturbed run. Events, completions and weights are equal to the la
 """
 
 import json
-import os
 import random
-import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from runs_of_bloomery import Bloomery, assert_bitwise_equal
-
-from bloomery.monitor.events import EvalDone, RunEnded, StepDone, last_per_step
+from killed_runs import Kill, assert_same_run, killed, run_until_killed, was_killed
+from runs_of_bloomery import Bloomery
 
 STEPS = 18
 RECIPE = f"""
@@ -39,15 +33,6 @@ REWARDS = """
 def share_of_e(completions, **_):
     return [text.count("e") / max(1, len(text)) for text in completions]
 """
-# `bloomery`, whose training child is `killed_worker`.
-COMMAND = """
-from bloomery.launch import supervisor
-
-supervisor.WORKER = "killed_worker"
-from bloomery.__main__ import main
-
-main()
-"""
 # How many places of a kind a process gets to in about four steps.
 PLACES = {"rollout": 24, "reward": 8, "update": 36, "save": 24}
 
@@ -59,31 +44,6 @@ def write_workshop(folder: Path, kind: str) -> Bloomery:
     (folder / "tiny.yaml").write_text(RECIPE.replace("KIND", KINDS[kind]))
     (folder / "runs").mkdir()
     return Bloomery(folder)
-
-
-def run_until_killed(
-    bloomery: Bloomery, moment: str, call: int, victim: str
-) -> "subprocess.CompletedProcess[str]":
-    """Begins or resumes the run, and kills at the `call`th place of that kind."""
-    wanted = {"moment": moment, "call": call, "victim": victim}
-    (bloomery.folder / "runs/kill.json").write_text(json.dumps(wanted))
-    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    words = bloomery.go_on
-    with bloomery.start(
-        *words,
-        command=(sys.executable, "-c", COMMAND),
-        PYTHONPATH=os.pathsep.join(filter(None, paths)),
-    ) as process:
-        output, errors = process.communicate(timeout=120)
-    return subprocess.CompletedProcess(words, process.returncode, output, errors)
-
-
-def was_killed(done: "subprocess.CompletedProcess[str]", victim: str) -> bool:
-    """Whether SIGKILL came before the end of the run."""
-    assert done.returncode in (0, -signal.SIGKILL if victim == "launcher" else 1), done.stderr
-    assert "Traceback" not in done.stderr, done.stderr
-    assert done.returncode != 1 or "SIGKILL" in done.stderr, done.stderr
-    return done.returncode != 0
 
 
 @pytest.fixture(scope="module")
@@ -98,30 +58,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, kind: str) -> Bloomery
     done = bloomery.run(*bloomery.go_on)
     assert done.returncode == 0, done.stderr
     return bloomery
-
-
-def assert_same_run(bloomery: Bloomery, undisturbed: Bloomery) -> None:
-    """Also what was repeated after a kill is what it was before."""
-    assert_bitwise_equal(bloomery.run_dir, undisturbed.run_dir, step=STEPS)
-    steps = {event.step: event for event in undisturbed.events() if isinstance(event, StepDone)}
-    assert len(steps) == STEPS
-    for event in bloomery.events():
-        if isinstance(event, StepDone):
-            whole = steps[event.step]
-            names = ("loss", "grad_norm", "learning_rate", "tokens", "loss_tokens", "metrics")
-            for name in names:
-                assert getattr(event, name) == getattr(whole, name), (event.step, name)
-    rewards = [
-        [(event.step, event.metrics) for event in last_per_step(run.events(), EvalDone)]
-        for run in (bloomery, undisturbed)
-    ]
-    assert rewards[0] == rewards[1]
-    ours, theirs = (
-        {path.name: path.read_bytes() for path in (run.run_dir / "completions").glob("*.jsonl")}
-        for run in (bloomery, undisturbed)
-    )
-    assert len(theirs) == STEPS // 2
-    assert ours == theirs
 
 
 def finish(bloomery: Bloomery, undisturbed: Bloomery) -> None:
@@ -142,7 +78,7 @@ def test_three_kills_of_a_run_with_rewards_leave_no_trace(
         ("update", 30, "launcher"),
         ("save", 9, "worker"),
     ):
-        done = run_until_killed(bloomery, moment, call, victim)
+        done = run_until_killed(bloomery, Kill(moment, call, victim))
         assert was_killed(done, victim), moment
     finish(bloomery, undisturbed)
 
@@ -158,15 +94,6 @@ def test_forty_kills_of_runs_with_rewards_leave_no_trace(
     bloomery = write_workshop(tmp_path, kind)
     for moment in draw.sample([*PLACES, *PLACES], 2 * len(PLACES)):
         victim = draw.choice(("worker", "worker", "launcher"))
-        while True:
-            done = run_until_killed(bloomery, moment, draw.randint(1, PLACES[moment]), victim)
-            if was_killed(done, victim):
-                break
-            # It came too late: another run.
-            assert any(
-                isinstance(event, RunEnded) and event.status == "done"
-                for event in bloomery.events()
-            )
-            assert_same_run(bloomery, undisturbed)
-            shutil.rmtree(bloomery.run_dir)
+        kill = Kill(moment, draw.randint(1, PLACES[moment]), victim)
+        killed(bloomery, undisturbed, kill, PLACES[moment], draw)
     finish(bloomery, undisturbed)

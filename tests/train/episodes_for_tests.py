@@ -63,6 +63,19 @@ EDITS = (
     "tokenizer.additional_special_tokens=[<|im_start|>, <|im_end|>, <tool_call>, </tool_call>]",
 )
 GUESS = ("rewards=[]", "environment={python: 'game.py:Guess'}")
+# Other objectives than GRPO, before EDITS: of PPO, and of distillation from the folder `teacher`.
+PPO = (
+    "objective={kind: ppo, num_generations: 1, num_iterations: 2}",
+    "adapter={kind: lora, rank: 4}",
+)
+DISTILL = ("objective={kind: on_policy_distill, teacher: teacher, num_generations: 2}",)
+# Prompts are replaced and left out by the rewards of their episodes.
+CHOSEN = (
+    "objective.dynamic_sampling=true",
+    "objective.oversampling=1.5",
+    "objective.easy_prompts=defer",
+    "objective.hard_prompts=drop",
+)
 NUM_REQUESTS = 24  # to the tools, of a run of GUESS from its beginning
 MOST_KILLS = 20
 LOOKUP = ("tools=[{python: 'game.py:lookup'}]",)

@@ -3,14 +3,15 @@
 Oracles: three sampled tokens by hand, verl's sum over masked tokens, the objective without tools, an uninterrupted run.
 """
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from episodes_for_tests import (
+    DISTILL,
     EDITS,
     GUESS,
+    PPO,
     assert_same_episodes,
     assert_survives_kills,
     played,
@@ -22,12 +23,11 @@ from rollouts_for_tests import (
     completions,
     metrics,
     plan_of,
+    write_teacher,
 )
 from test_distillation import logits, models
 
-from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.heads import ScoreSettings
-from bloomery.model.io.weights import fresh_decoder, model_state, write_model
 from bloomery.recipe.objectives import OnPolicyDistill
 from bloomery.train.objectives.distillation import on_policy_head
 from bloomery.train.objectives.losses import on_policy_loss
@@ -206,11 +206,6 @@ def test_a_teacher_judges_the_sampled_tokens_of_an_episode_alone(estimator):
 
 # Runs
 
-PPO = (
-    "objective={kind: ppo, num_generations: 1, num_iterations: 2}",
-    "adapter={kind: lora, rank: 4}",
-)
-DISTILL = ("objective={kind: on_policy_distill, teacher: teacher, num_generations: 2}",)
 KINDS = {"ppo": PPO, "on_policy_distill": DISTILL}
 
 
@@ -223,10 +218,7 @@ def recipe(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         write_episodes(folder)
-        (folder / "teacher").mkdir()
-        load_tokenizer(folder / "prepared").save(folder / "teacher")
-        config = replace(plan_of(folder, *EDITS, *GUESS).model.config, initializer_range=0.2)
-        write_model(model_state(fresh_decoder(config, seed=7)), config, folder / "teacher")
+        write_teacher(folder, *EDITS)
         yield folder
 
 

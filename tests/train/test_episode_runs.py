@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from episodes_for_tests import (
+    CHOSEN,
     EDITS,
     GUESS,
     LOOKUP,
@@ -132,14 +133,6 @@ def test_episodes_are_the_same_on_any_ranks_and_slots(recipe, whole, tmp_path, m
     plan = on_ranks(plan_of(recipe, *EDITS, *GUESS, "train.max_steps=1"), **mesh)
     played(plan, tmp_path / "run", recipe, slots=slots)
     assert_same_episodes(tmp_path / "run", whole[0])
-
-
-CHOSEN = (
-    "objective.dynamic_sampling=true",
-    "objective.oversampling=1.5",
-    "objective.easy_prompts=defer",
-    "objective.hard_prompts=drop",
-)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import pytest
 from test_tool_functions import FILE, plan
 
 from bloomery.core.errors import UserError
-from bloomery.core.units import Duration
 from bloomery.data.chat.render import Renderer
 from bloomery.data.prompts import Prompt
 from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -103,9 +102,7 @@ def played(
 ):
     policy = Policy(tokenizer, script)
     monkeypatch.setattr(episodes_module, "sample_completions", policy)
-    given = plan(
-        folder / "user_tools.py", *tools, environment=environment, timeout=Duration(2.0, "seconds")
-    )
+    given = plan(folder / "user_tools.py", *tools, environment=environment)
     given = given.model_copy(update={"max_turns": max_turns})
     prompts = prompts or [
         Prompt(np.array([1]), "", [{"role": "user", "content": "What is 1 + 2?"}], {"start": 3})

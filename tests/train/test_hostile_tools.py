@@ -6,10 +6,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_tool_functions import call, plan
+from test_tool_functions import SHORT, call, plan
 
 from bloomery.core.errors import UserError
-from bloomery.core.units import MIB, Duration
+from bloomery.core.units import MIB
 from bloomery.train.rl.tools import ToolResult, Tools
 
 FILE = '''
@@ -186,7 +186,7 @@ def test_a_reward_is_a_number(file, kind):
 @pytest.mark.parametrize("program", [False, True])
 def test_a_tool_cannot_raise_its_limit_of_memory(file, program):
     """Root could, which tests may run as."""
-    with Tools(plan(file, "add", "raise_limit", timeout=Duration(20.0, "seconds"))) as tools:
+    with Tools(plan(file, "add", "raise_limit")) as tools:
         tools.reset({0: (0, {})})
         calls = [
             call("raise_limit", json.dumps({"program": program})),
@@ -227,13 +227,12 @@ def test_nothing_is_left_of_a_tool_that_starts_processes_without_end(file):
     ids=["lines", "one line", "signals"],
 )
 def test_a_tool_that_prints_or_waits_without_end_is_cut(file, hostile):
-    limits = {"timeout": Duration(2.0, "seconds")}
-    with Tools(plan(file, "add", "prints", "ignore", **limits)) as tools:
+    with Tools(plan(file, "add", "prints", "ignore", timeout=SHORT)) as tools:
         tools.reset({0: (0, {}), 1: (1, {})})
         more = call("add", '{"a": 1, "b": 2}')
         before = psutil.Process().memory_info().rss
         results = tools.call({0: [hostile, more], 1: [more]})
-        assert "longer than 2 s" in results[0][0].text
+        assert "longer than 4 s" in results[0][0].text
         assert results[0][1].text == results[1][0].text == "3"
         assert psutil.Process().memory_info().rss - before < 64 * MIB
 
