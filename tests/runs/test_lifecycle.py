@@ -164,9 +164,13 @@ def test_a_refused_return_to_an_earlier_checkpoint_moves_nothing(
         patched.setattr(resume_inputs, "detect", pressed)
         assert_refused(75, "", "-d", "cpu")
 
-    # Another command reads what would be moved.
+    # Another command reads what would be moved: refused before anything is planned again, and no end of the run.
+    machine.unlink()
+    events = (bloomery.run_dir / "events.jsonl").read_bytes()
     with held_model(bloomery.run_dir, "4"):
         assert_refused(1, "step-00000004 is being read by another command")
+    assert (bloomery.run_dir / "events.jsonl").read_bytes() == events
+    machine.write_bytes(first_machine)
 
     shutil.rmtree(bloomery.folder / "prepared")
     text.write_text("another text " * 50)

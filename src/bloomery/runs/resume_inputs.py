@@ -3,7 +3,8 @@
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,7 +46,7 @@ from bloomery.runs.resume_plan import (
 
 
 def refuse_unusable_checkpoint(folder: RunFolder, step: int) -> None:
-    """Raises UserError when the checkpoint of `step` does not exist or is damaged."""
+    """Raises UserError when the checkpoint of `step` does not exist or is damaged, and while a later one is read."""
     checkpoints = folder.checkpoints
     steps = saved_steps(checkpoints)
     problem = damage(step_folder(checkpoints, step)) if step in steps else "it does not exist"
@@ -55,6 +56,8 @@ def refuse_unusable_checkpoint(folder: RunFolder, step: int) -> None:
             where=str(checkpoints),
             fix=f"use one of these steps: {', '.join(map(str, steps)) or 'none'}",
         )
+    with _unread(_newer_folders(checkpoints, step)):  # `go_back` would move them
+        pass
 
 
 def refuse_other_dataset(folder: RunFolder, loaded_recipe: LoadedRecipe, plan: RunPlan) -> None:
@@ -221,25 +224,33 @@ def go_back(flow: Flow, step: int) -> None:
     flow.check()  # after a Ctrl+C nothing is moved, either
 
     checkpoints = flow.folder.checkpoints
-    newer_folders = [
-        step_folder(checkpoints, newer_step)
-        for newer_step in saved_steps(checkpoints)
-        if newer_step > step
-    ]
-    newer_folders += [
-        weights_folder(checkpoints, newer_step)
-        for newer_step in best_weight_steps(checkpoints)
-        if newer_step > step
-    ]
+    newer_folders = _newer_folders(checkpoints, step)
     if not newer_folders:
         return
 
     # Whoever reads one of them would find its files gone.
-    with claimed(newer_folder / CHECKPOINT_MANIFEST for newer_folder in newer_folders) as held_file:
-        if held_file is not None:
-            raise being_read(held_file)
+    with _unread(newer_folders):
         aside = checkpoints / f"before-{time.strftime('%Y%m%d-%H%M%S')}"
         aside.mkdir()
         for newer_folder in newer_folders:
             newer_folder.rename(aside / newer_folder.name)
     flow.hub.emit(Warned(step=step, reason=f"checkpoints after step {step} moved to {aside}"))
+
+
+def _newer_folders(checkpoints: Path, step: int) -> list[Path]:
+    """Checkpoints and best weights of steps after `step`."""
+    saved = saved_steps(checkpoints)
+    best = best_weight_steps(checkpoints)
+    return [
+        *(step_folder(checkpoints, newer_step) for newer_step in saved if newer_step > step),
+        *(weights_folder(checkpoints, newer_step) for newer_step in best if newer_step > step),
+    ]
+
+
+@contextmanager
+def _unread(folders: Sequence[Path]) -> Iterator[None]:
+    """Until the block ends nobody begins to read the folders. Raises UserError where somebody does."""
+    with claimed(folder / CHECKPOINT_MANIFEST for folder in folders) as held_file:
+        if held_file is not None:
+            raise being_read(held_file)
+        yield
