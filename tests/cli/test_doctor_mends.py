@@ -1,5 +1,6 @@
 """`bloomery doctor --fix` and `--bundle`: what is changed, and what is written down."""
 
+import io
 import json
 import os
 import pty
@@ -117,6 +118,17 @@ def test_pip_is_called_after_asking(pip_of_a_venv, monkeypatch, capsys):
         == f":-P -m pip install --force-reinstall --index-url {index} torch[device-gfx1031]==2.13.0+rocm10.0.0\n"
     )
     assert wrong[1][0].fix[0] in capsys.readouterr().out
+
+
+def test_who_agreed_before_is_not_asked_and_needs_no_terminal(pip_of_a_venv, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    wrong = finding_of("rx-6700-xt-wrong-wheel", "wrong-build")
+    with pytest.raises(UserError, match="not a terminal") as caught:
+        apply_fix(*wrong, ask=lambda question: True)
+    assert "--yes" in caught.value.fix
+    assert not (pip_of_a_venv / "asked").exists()
+    apply_fix(*wrong, ask=None)
+    assert (pip_of_a_venv / "asked").read_text().startswith(":-P -m pip install --force-reinstall")
 
 
 def test_a_pip_that_fails_is_not_called_a_success(pip_of_a_venv, monkeypatch):

@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from studio_for_tests import until, with_user
+from studio_for_tests import RecordedCommands, make_run, until, with_user
 
 from bloomery.hardware.machine import read_machine
 from bloomery.hardware.telemetry import SensorReading
@@ -178,3 +178,73 @@ def test_the_rail_has_the_gpu_where_its_sensor_answers(
         assert len(looks) == 1
 
     with_user(visit)
+
+
+def test_a_click_runs_what_changes_nothing_and_a_sentence_says_where_to_type_the_rest() -> None:
+    from bloomery.hardware.doctor.symptoms import findings
+    from bloomery.studio.finding_view import place_of, words_of
+
+    assert words_of("bloomery doctor --docker") == ("doctor", "--docker")
+    assert words_of('bloomery plan x --gpu "RX 6700 XT"') == ("plan", "x", "--gpu", "RX 6700 XT")
+    for command in (
+        "bloomery doctor --fix 1",
+        "bloomery runs rm old",
+        "bloomery demo; reboot",
+        "bloomery doctor --explain $(x)",
+        "bloomery train x",
+        "nvidia-smi 2>&1 | bloomery doctor --explain -",
+        "docker run --group-add 4 ...",
+        "bloomery",
+        "don't",
+    ):
+        assert words_of(command) == (), command
+    steps = [step for finding in findings().values() for step in finding.fix]
+    commands = [step.partition("  # ")[0] for step in steps if not step.startswith("# ")]
+    assert len(commands) > 20
+    for command in commands:
+        assert words_of(command) or place_of(command).startswith("Type it in a terminal") or (
+            command.split()[0] in ("export", "unset", "newgrp")
+        )
+    assert "start studio there again" in place_of("unset HSA_OVERRIDE_GFX_VERSION")
+    assert "password" in place_of("sudo reboot")
+    assert "Windows" in place_of("wsl.exe --update")
+
+
+def test_a_fix_of_pip_is_a_button_unless_a_run_trains(monkeypatch) -> None:
+    from nicegui import ui
+
+    from bloomery.core.run_folder import RunFolder
+    from bloomery.core.run_lock import hold_run_lock
+    from bloomery.hardware.doctor.symptoms import Finding
+
+    with_sensors(monkeypatch)
+    pip = "pip install torch==2.13.0"
+    found = [
+        Finding(id="other", level="note", what="something else", evidence="", fix=("sudo reboot",)),
+        Finding(id="wheel", level="blocks", what="the wrong wheel", evidence="", fix=(pip,), run=pip),
+    ]
+    monkeypatch.setattr("bloomery.studio.machine_page.diagnose", lambda machine: found)
+    commands = RecordedCommands()
+    run = make_run("busy")
+
+    async def asked(user) -> bool:
+        """Whether the question can be answered with yes, which it then is."""
+        await user.open("/machine")
+        await user.should_see("Fix it", retries=100)
+        await user.should_see("it asks for your password")
+        user.find("Fix it").click()
+        await user.should_see("downloads several GB", retries=50)
+        agree = max(user.find(ui.button, content="Fix it").elements, key=lambda one: one.id)
+        if agree.enabled:
+            (dialog,) = (one for one in user.find(ui.dialog).elements if one.value)
+            dialog.submit(True)
+        return agree.enabled
+
+    async def visit(user) -> None:
+        with hold_run_lock(RunFolder(run.absolute())):
+            assert not await asked(user)
+        assert await asked(user)
+        await until(lambda: commands.started)
+
+    with_user(visit, commands)
+    assert commands.started == [("doctor", "--fix=2", "--yes")]

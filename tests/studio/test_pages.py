@@ -34,8 +34,9 @@ def test_the_list_and_a_run_with_its_charts_events_and_buttons() -> None:
         table = await opened_list(user)
         assert [row["name"] for row in table.rows] == ["demo"]
         assert table.rows[0]["reason"] == "at step 40, resumes exactly"
-        assert table.props["visible-columns"][-2:] == ["seconds", "bytes"]
-        assert {"temperature", "power"}.isdisjoint(table.props["visible-columns"])  # no sensor
+        assert table.props["visible-columns"][-2:] == ["began", "bytes"]
+        assert table.rows[0]["below"]["memory_gib"] == ""  # no sensor
+        assert table.rows[0]["below"]["began"].startswith("took ")
 
         await user.open("/run/demo")
         await user.should_see("stopped")
@@ -163,7 +164,7 @@ def test_charts_keep_their_order_whichever_has_values_first() -> None:
         await user.open("/run/demo")
         await until(lambda: len(titles_of_charts(user)) == 2)
         table = await opened_list(user)
-        assert {"temperature", "power"} <= set(table.props["visible-columns"])
+        assert table.rows[0]["below"]["memory_gib"] == "50 °C, 90 W"
         await user.open("/run/demo")
         with EventLog(folder / "events.jsonl") as log:
             log(step_done(1))

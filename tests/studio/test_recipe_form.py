@@ -243,3 +243,17 @@ def test_a_new_run_from_a_run_has_the_keys_that_were_set(tmp_path: Path) -> None
     )
     assert older != complete and without_defaults(older, "mine") == older
     assert without_defaults("not: [a recipe", "mine") == "not: [a recipe"
+
+
+def test_every_key_has_a_label_in_words_of_its_own() -> None:
+    from bloomery.studio.settings_form import LABELS, WORDS, label_of_key
+
+    for section in sections_of({}):
+        labels = [label_of_key(field.path) for field in section.fields]
+        assert len(set(labels)) == len(labels), section.name
+        assert not any("_" in label or label[:1].islower() for label in labels)
+    assert label_of_key(("train", "micro_batch_size")) == "Micro-batch size"
+    assert label_of_key(("model", "num_kv_heads")) == "Number of key-value heads"
+    names = " ".join(map(".".join, known_keys()))
+    for name in (*LABELS, *WORDS):
+        assert name in names, f"no key has {name}"

@@ -8,6 +8,7 @@ import shutil
 import time
 import urllib.error
 import urllib.request
+from contextlib import chdir
 from pathlib import Path
 
 import psutil
@@ -22,13 +23,14 @@ from studio_for_tests import (
     classes_of_quasar,
     click,
     fill,
+    make_run,
     picture,
     shows,
 )
 
-from bloomery.monitor.events import EventLog, RunEnded, to_json
+from bloomery.monitor.events import DeviceStats, EvalDone, EventLog, RunEnded, to_json
 from browser import Browser
-from runs_for_tests import step_done
+from runs_for_tests import made_up_run, step_done
 
 PAGES = {
     "run": "run/first",
@@ -301,7 +303,7 @@ def test_what_opens_on_a_page_fits_and_has_no_serious_fault(
     shows(browser, "bloomery train gpt2-lora.yaml")
     check("plan")
     click(browser, "All settings", kinds=".q-expansion-item .q-item")
-    fill(browser, "micro_batch_size", "many")
+    fill(browser, "Micro-batch size", "many")
     shows(browser, "must be auto or a whole number")
     check("mistake")
     click(browser, "YAML")
@@ -349,3 +351,73 @@ def test_a_file_is_dropped_a_model_chosen_by_keys_and_a_reload_loses_nothing(
     browser.value("history.back()")
     browser.until(f"{field}?.value === 'qwen2.5-0.5b-lora'", PATIENCE)
     assert browser.problems == []
+
+
+def test_the_list_with_every_column_needs_no_scrolling_at_1400_px(
+    browser: Browser, studio: str, folder: Path
+) -> None:
+    """Neither do the marks below a figure break; every column sorts, also those that stand below another one."""
+    name = "smollm2-135m-instruct-lora-20261130-101010"
+    evaluation = EvalDone(
+        step=40, loss=3.25, perplexity=25.8, bits_per_byte=1.397, tokens=9, seconds=1.0,
+        metrics={"reward": 0.625},
+    )  # fmt: skip
+    stats = DeviceStats(step=40, device=0, temperature=81.0, power=1250.0, memory_gib=188.4)
+    long_ago = [step_done(1_000_000, time=1.7e9), evaluation, stats]
+    with chdir(folder):
+        run = make_run(name, events=[*made_up_run(), *long_ago])
+    try:
+        for width in (1400, 1300):
+            browser.look(width=width, height=900)
+            browser.open(studio)
+            shows(browser, name)
+            browser.until("!!document.querySelector('.q-table__middle tbody tr')")
+            box = "document.querySelector('.q-table__middle')"
+            assert browser.value(f"{box}.scrollWidth - {box}.clientWidth") <= 0, width
+        lines = browser.value(
+            "[...document.querySelectorAll('.run-figure .run-about')].map(one => one.getClientRects().length "
+            "&& one.getBoundingClientRect().height / parseFloat(getComputedStyle(one).lineHeight))"
+        )
+        assert lines and max(lines) < 1.5
+        click(browser, "Sort by", kinds="label.q-field")
+        click(browser, "Duration", kinds=".q-item")
+        browser.until("!document.querySelector('.q-menu')")
+    finally:
+        shutil.rmtree(folder / run)
+
+
+def test_an_upload_has_one_bar_for_all_its_files(browser: Browser, studio: str, folder: Path) -> None:
+    browser.open(f"{studio}new")
+    card = "document.querySelector('[data-drop]')"
+    browser.until(f"!!{card}", PATIENCE)
+    browser.value(
+        """window.bars = []; new MutationObserver(() => {
+          const bar = document.querySelector('.upload-progress');
+          if (!bar.hidden) bars.push([bar.innerText.trim(), bar.querySelector('i').style.width]);
+        }).observe(document.querySelector('.upload-progress'),
+          {subtree: true, attributes: true, childList: true, characterData: true}); 0"""
+    )
+    row = json.dumps({"text": "abcd" * 250}).encode() + b"\n"
+    browser.give_files(card, "drop", {f"part-{number}.jsonl": row * 1500 for number in range(3)})
+    shows(browser, "4,500 rows")
+    bars = browser.value("bars")
+    assert bars[0] == ["3 files: 0 KiB of 4.3 MiB", "0%"]
+    assert bars[-1] == ["3 files: writing", "100%"]
+    assert all(words.startswith("3 files") for words, _ in bars)
+    assert browser.value("document.querySelector('.upload-progress').hidden")
+    assert len(list((folder / "uploaded").iterdir())) == 3
+
+
+def test_a_setting_is_found_by_its_words_and_by_its_key(browser: Browser, studio: str) -> None:
+    browser.open(f"{studio}new?recipe=extends%3A+go-coder-tiny%0A")
+    click(browser, "All settings", kinds=".q-expansion-item .q-item")
+    search = "document.querySelector('[aria-label=\"Search the settings\"]')"
+    browser.until(f"!!{search}", PATIENCE)
+    shown = "[...document.querySelectorAll('.q-field__label:has(.key)')].filter(one => one.offsetParent)"
+    browser.until(f"{shown}.length > 5", PATIENCE)
+    for words in ("micro-batch size", "train.micro_batch_size", "micro_batch"):
+        browser.click(search)
+        browser.value(f"{search}.select()")
+        browser.write(words)
+        named = f"{shown}.map(one => one.innerText.replace(/\\s+/g, ' ').trim())"
+        browser.until(f"{named}.includes('Micro-batch size micro_batch_size') && {named}.length < 6")

@@ -37,6 +37,7 @@ from bloomery.hardware.vendors import TRITONS
 
 FILE_NAME = re.compile(r"[\w.~-]*/[\w./~-]*|[\w.~-]+\.(?:log|txt|out|err)")
 MAX_LOG_BYTES = 8_000_000  # the end of a log that is read
+Ask = Callable[[str], bool] | None  # None: the user has agreed by --yes
 MAX_NAME_LENGTH = 1_000  # of a file; a longer text after --explain is a message
 
 
@@ -84,7 +85,7 @@ MAX_NAME_LENGTH = 1_000  # of a file; a longer text after --explain is a message
     help="Write this file (--gpu-check) [default: gpu-check.json].",
 )
 @click.option("--by", metavar="NAME", help="Your name in the file, if you like (--gpu-check).")
-@click.option("-y", "--yes", is_flag=True, help="Do not ask (--gpu-check).")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask (--fix, --gpu-check).")
 def command(
     probe: bool,
     as_json: bool,
@@ -156,7 +157,7 @@ def command(
     findings = diagnose(checked_machine)
     documents = [document(finding) for finding in findings]
     if number is not None:
-        apply_fix(number, findings, checked_machine, ask=click.confirm)
+        apply_fix(number, findings, checked_machine, ask=None if yes else click.confirm)
         return 0
     if bundle is not None:
         num_bytes = write_bundle(bundle, checked_machine, documents)
@@ -209,6 +210,8 @@ def _refuse_combinations(
         problem = "--json cannot be combined with --fix, --bundle or --docker"
         fix = "omit --json; it can be combined with --explain, --probe and --machine"
         raise UserError(problem, where="doctor", fix=fix, code=2)
+    if "--fix" in tasks:
+        gpu_check_settings = [option for option in gpu_check_settings if option != "--yes"]
     if gpu_check_settings and "--gpu-check" not in tasks:
         problem = f"{gpu_check_settings[0]} is a setting of --gpu-check"
         fix = f"bloomery doctor --gpu-check {' '.join(gpu_check_settings)} ..."
@@ -339,9 +342,7 @@ WRONG_TORCH = (
 )
 
 
-def apply_fix(
-    number: int, findings: Sequence[Finding], machine: Machine, *, ask: Callable[[str], bool]
-) -> None:
+def apply_fix(number: int, findings: Sequence[Finding], machine: Machine, *, ask: Ask) -> None:
     """Apply the fix of finding `number` after asking. Raises UserError if only the user can."""
     if not 1 <= number <= len(findings):
         numbers = f"1 to {len(findings)}" if findings else "none"
@@ -367,7 +368,7 @@ def apply_fix(
         click.echo("done       pip can no longer replace this PyTorch")
 
 
-def _install(command: str, ask: Callable[[str], bool]) -> None:
+def _install(command: str, ask: Ask) -> None:
     """Runs a pip command in this environment, never in the system Python. An existing pin is renewed for the new build.
 
     `command`: `NAME=value ... pip install ARGUMENTS`. Raises UserError where pip fails, and in the system Python.
@@ -386,13 +387,16 @@ def _install(command: str, ask: Callable[[str], bool]) -> None:
     click.echo("done       verify with: bloomery doctor --probe")
 
 
-def _agreed(commands: Sequence[str], ask: Callable[[str], bool], remark: str = "") -> bool:
+def _agreed(commands: Sequence[str], ask: Ask, remark: str = "") -> bool:
     """Whether the user agrees to run these. Raises UserError if stdin is not a terminal."""
     lines = [*commands, remark] if remark else commands
     click.echo("run        " + "\n           ".join(lines))
+    if ask is None:
+        return True
     if not sys.stdin.isatty():
         problem = "cannot ask for confirmation: stdin is not a terminal"
-        raise UserError(problem, where="--fix", fix="\n       ".join(commands))
+        fix = "\n       ".join((*commands, "or add --yes, which agrees to this"))
+        raise UserError(problem, where="--fix", fix=fix)
     if not (agreed := ask("Run it?")):
         click.echo("canceled   nothing changed")
     return agreed

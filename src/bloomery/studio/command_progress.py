@@ -53,14 +53,15 @@ def problem_of(text: str) -> str:
 class CommandProgress:
     """Mutable: the newest command about a subject."""
 
-    def __init__(self, commands: Commands, subject: str) -> None:
+    def __init__(self, commands: Commands, subject: str, *, opened: bool = False) -> None:
+        """`opened`: what it prints is what it was started for."""
         self._commands = commands
         self.subject = subject
         with ui.element("div").classes("card") as self._card:
             self._sentence = sentence("")
             self._bar = Progress()
             self._download = button("Download", self._start_download, kind="go", icon="download")
-            self._view = CommandView(commands, subject)
+            self._view = CommandView(commands, subject, opened=opened)
         self._made = ""  # that can be downloaded
         self.update()
 

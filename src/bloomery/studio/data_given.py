@@ -40,6 +40,13 @@ class GivenData:
             max_file_size=MOST_BYTES,
             max_files=MOST_FILES,
         ).classes("hidden")
+        # Of the whole drop: the browser knows how much of its one request is sent.
+        with ui.element("div").classes("upload-progress").props("hidden") as self._bar:
+            text("", "span", "small").props("role=status")
+            with ui.element("div").classes("progress").props("aria-hidden=true"):
+                ui.element("i")
+        self._upload.on("uploading", js_handler=f"(sent) => studioUpload({self._bar.id}, sent)")
+        self._upload.on("failed", lambda: on_mistake("the upload broke off: try it again"))
         onto.props(f"data-drop={self._upload.id}")
         self.upload_button = button("Upload", self._pick, icon="upload_file")
         button("Paste", self._paste, icon="content_paste")

@@ -185,8 +185,10 @@ _SORT_HEADING = f"""
 """
 
 
-def sort_by_keyboard(table: ui.table, tools: ui.element) -> None:
-    """Makes buttons of the headings; a narrow window, which has cards and no headings, gets a field in `tools`."""
+def sort_by_keyboard(table: ui.table, tools: ui.element, *, always: bool = False) -> None:
+    """Makes buttons of the headings; a narrow window, which has cards and no headings, gets a field in `tools`.
+    `always`: a wide one, too, where not every column has a heading.
+    """
     table.add_slot("header-cell", _SORT_HEADING)
     headings = {column["name"]: column["label"] for column in table.columns}
 
@@ -194,9 +196,8 @@ def sort_by_keyboard(table: ui.table, tools: ui.element) -> None:
         table.pagination = {"rowsPerPage": 0, "sortBy": event.value}
 
     with tools:
-        ui.select(headings, label="Sort by", on_change=sort).props("dense outlined").classes(
-            "w-40 md:hidden"
-        )
+        field = ui.select(headings, label="Sort by", on_change=sort).props("dense outlined")
+        field.classes("w-40" if always else "w-40 md:hidden")
 
 
 def copy_button(command: str) -> ui.button:

@@ -1,43 +1,40 @@
 """The page of this machine: the doctor's findings with the commands to copy, and its sensors live. No torch."""
 
 import asyncio
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple, final
 
 from nicegui import ui
 from nicegui.elements.mixins.text_element import TextElement
 
 from bloomery.core.errors import UserError
+from bloomery.core.run_folder import every_run
+from bloomery.core.run_lock import worked_on
 from bloomery.core.text import harmless
 from bloomery.hardware.detect import detect
 from bloomery.hardware.doctor.diagnose import diagnose, ready
-from bloomery.hardware.doctor.symptoms import Finding
+from bloomery.hardware.doctor.symptoms import PIN, Finding
 from bloomery.hardware.doctor.words import findings_headline, machine_facts
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.telemetry import SensorReading, device_name
 from bloomery.monitor.words import figure
 from bloomery.studio.command_progress import CommandProgress
 from bloomery.studio.commands import Commands
-from bloomery.studio.components import button, card, heading, sentence, text
+from bloomery.studio.components import button, card, heading, note, sentence, text
+from bloomery.studio.finding_view import DEMO, LEVELS, show_finding
 from bloomery.studio.fitting_models import ask_what_fits
-from bloomery.studio.frame import copy_button, notify, page, update_every
+from bloomery.studio.frame import notify, page, question, update_every
 from bloomery.studio.sensors import HOT_SHARE, UPDATE_SECONDS, Sensors
+from bloomery.studio.watching import address_of
 
 SUBJECT = "this machine"  # of its commands
 
 
-class Level(NamedTuple):
-    """How a finding is shown."""
-
-    words: str
-    tone: str
-
-
-LEVELS = {  # the gravest first
-    "blocks": Level("blocks training", "bad"),
-    "slows": Level("slows training", "warn"),
-    "note": Level("note", ""),
-}
+def _training() -> list[Path]:
+    """The runs of this folder that train now."""
+    return [run for run in every_run() if worked_on(run)]
 
 
 async def machine_page(sensors: Sensors, commands: Commands) -> None:
@@ -61,7 +58,7 @@ class MachineView:
             button("Check again", self.check)
             button("Probe, about 1 min", self._probe)
         self._verdict.props("role=status")
-        self._command = CommandProgress(commands, SUBJECT)
+        self._command = CommandProgress(commands, SUBJECT, opened=True)
         with ui.element("div").classes("two"):
             self._findings = ui.column().classes("w-full gap-3")
             with ui.column().classes("w-full gap-3"):
@@ -91,15 +88,53 @@ class MachineView:
                 with card("Nothing to fix"):
                     sentence("A probe runs kernels on each GPU and compares what they compute.")
             for finding in sorted(findings, key=lambda one: list(LEVELS).index(one.level)):
-                show_finding(finding)
+                show_finding(finding, on_run=self._run, on_fix=self._ask_to_fix)
         await self.update()
 
     def _probe(self) -> None:
+        self._run("doctor", "--probe")
+
+    def _run(self, *words: str) -> None:
+        """What it prints appears above the findings; a demo has the page of its run."""
+        is_demo = words == (DEMO,)
         try:
-            self.commands.start("doctor", "--probe", subject=SUBJECT)
+            self.commands.start(*words, subject=DEMO if is_demo else SUBJECT)
         except UserError as error:
             notify(error)
+        else:
+            if is_demo:
+                ui.navigate.to(address_of(DEMO))
         self._command.update()
+
+    async def _ask_to_fix(self, finding: Finding) -> None:
+        """Starts what `bloomery doctor --fix` does, once somebody has agreed."""
+        training = await asyncio.to_thread(_training)
+        with question("Fix it") as dialog:
+            sentence(harmless(finding.what))
+            with ui.row().classes("w-full items-center no-wrap gap-1 studio-command"):
+                ui.label(harmless(finding.fix[0].partition("  # ")[0])).classes("studio-text")
+            if finding.run == PIN:
+                sentence("pip is told, for this environment alone, to keep this PyTorch.")
+            else:
+                sentence(
+                    f"pip installs into {harmless(sys.prefix)}, and downloads several GB. Nothing else is changed."
+                )
+            if training:
+                names = ", ".join(run.name for run in training)
+                note(harmless(f"Stop the runs that train in it first: {names}."), "warn")
+            with ui.element("div").classes("toolbar w-full dialog-buttons"):
+                ui.space()
+                button("Cancel", lambda: dialog.submit(False), kind="quiet")
+                agree = button("Fix it", lambda: dialog.submit(True), kind="go")
+                agree.enabled = not training
+        if not await dialog:
+            return
+        findings = await asyncio.to_thread(lambda: diagnose(detect()))
+        for number, one in enumerate(findings, 1):
+            if (one.id, one.run) == (finding.id, finding.run):
+                self._run("doctor", f"--fix={number}", "--yes")
+                return
+        await self.check()  # it is mended by now
 
     async def update(self) -> None:
         if self._command.update():
@@ -202,37 +237,3 @@ def _gauge(label: str) -> tuple[TextElement, ui.element]:
     with ui.element("div").classes("studio-gauge").props("aria-hidden=true") as bar:
         ui.element("i")
     return value, bar
-
-
-def show_finding(finding: Finding) -> None:
-    level = LEVELS[finding.level]
-    with ui.element("section").classes("card") as section:
-        with ui.element("div").classes("card-title"):
-            text(level.words, "span", f"badge {level.tone}")
-            text(harmless(finding.what), "h2", classes="studio-finding")
-        if finding.level == "blocks":
-            section.classes("studio-blocks")
-        elif finding.level == "slows":
-            section.classes("studio-slows")
-        if finding.evidence:
-            text(f"found: {harmless(finding.evidence)}", "p", "studio-text muted")
-        for step in finding.fix:
-            _show_step(harmless(step))
-        if finding.level == "blocks" and finding.verify:
-            sentence("Then check:", "muted", small=True)
-            _show_step(harmless(finding.verify))
-
-
-def _show_step(step: str) -> None:
-    """A command to copy with its remark; a step that is a remark alone is text."""
-    if step.startswith("# "):
-        sentence(step[2:])
-        return
-    command, _, remark = step.partition("  # ")
-
-    with ui.column().classes("w-full gap-0"):
-        with ui.row().classes("w-full items-center no-wrap gap-1 studio-command"):
-            ui.label(command).classes("studio-text grow min-w-0")
-            copy_button(command)
-        if remark:
-            sentence(remark, "muted", small=True)

@@ -1,8 +1,9 @@
 """The models that a new run may start from: those of this folder, of packaged recipes and of recent runs. No torch."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -68,18 +69,16 @@ def _first_line(path: Path) -> str:
 
 def first_choices() -> list[Choice]:
     """What a page offers first: the newest models of this folder, and small ones that this machine trains soon."""
-    here = [choice for choice in models_here() if not choice.problem][:MOST_FIRST]
+    here = [choice for choice in models_here() if not choice.problem]
     if build_profile(detect()).accelerator is None:
-        names_here = {Path(choice.value).name for choice in here}
-        others = [
-            Choice(name, short)
-            for name in FIRST_ON_A_CPU
-            if (short := name.partition("/")[2]) not in names_here
-        ]
+        # A folder here before a download of the same name.
+        by_name = {Path(choice.value).name: choice for choice in reversed(here)}
+        shorts = {name: name.partition("/")[2] for name in FIRST_ON_A_CPU}
+        others = [by_name.get(short) or Choice(name, short) for name, short in shorts.items()]
     else:
         by_name = {choice.value: choice for choice in recipe_choices()}
         others = [by_name[name] for name in FIRST_RECIPES if name in by_name]
-    return [*here, *others]
+    return [*here[:MOST_FIRST], *others]
 
 
 @cache
@@ -168,6 +167,18 @@ def matching(choices: list[Choice], typed: str) -> Iterator[Choice]:
         text = f"{choice.value} {choice.title} {choice.words}".lower()
         if all(word in text for word in words):
             yield choice
+
+
+def told_apart(choices: Sequence[Choice]) -> list[Choice]:
+    """Each value once; what has the title of another one gets its value behind it."""
+    each = list({choice.value: choice for choice in reversed(choices)}.values())[::-1]
+    times = Counter(choice.title for choice in each)
+    return [
+        replace(choice, title=f"{choice.title} · {choice.value}")
+        if times[choice.title] > 1
+        else choice
+        for choice in each
+    ]
 
 
 def shown(choice: Choice) -> Choice:

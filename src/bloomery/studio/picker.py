@@ -9,7 +9,7 @@ from nicegui import ui
 
 from bloomery.core.text import harmless
 from bloomery.studio.components import chip, text
-from bloomery.studio.model_choices import Choice, matching, shown
+from bloomery.studio.model_choices import Choice, matching, shown, told_apart
 from bloomery.studio.settings_form import show_mistake
 
 MOST_ROWS, MOST_TYPED = 80, 8  # of a group: of all, and of those with the words that are typed
@@ -89,7 +89,7 @@ class Picker:
         """What may be chosen; `first`: what is offered before the list is opened."""
         self._groups = groups
         if first is not None:
-            self._first = first
+            self._first = told_apart(first)
             self._show_chips()
         if self._list.visible:
             self._show_list()
@@ -131,9 +131,12 @@ class Picker:
         typed = "" if self.value == self._answer else self.value
         self._list.clear()
         with self._list:
+            listed = set[str]()  # a choice stands in its first group alone
             for title, choices, remark in self._groups:
                 most = MOST_TYPED if typed else MOST_ROWS
-                rows = list(matching(list(choices), typed))[:most]
+                new = [choice for choice in choices if choice.value not in listed]
+                listed |= {choice.value for choice in choices}
+                rows = list(matching(told_apart(new), typed))[:most]
                 remark = "" if typed else remark  # of nothing here: no answer to what is typed
                 if not rows and not remark:
                     continue

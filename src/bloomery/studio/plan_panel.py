@@ -168,11 +168,11 @@ class PlanPanel:
                 for edit, saves in planned.suggestions:
                     chip(edit, partial(self._on_edit, edit))
                     text(f"saves {saves}", "span", "small muted")
-        if picture.longest is not None:
+        longest = f"data.sequence_length={picture.longest}"
+        if picture.longest is not None and longest not in dict(planned.suggestions):
             with ui.element("div").classes("chips"):
                 words = f"longest sequence that fits: {picture.longest:,}"
-                edit = f"data.sequence_length={picture.longest}"
-                chip(words, lambda: self._on_edit(edit))
+                chip(words, lambda: self._on_edit(longest))
         for warning in planned.warnings:
             note(warning, "warn")
         for remark in planned.notes:

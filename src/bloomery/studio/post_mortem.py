@@ -17,7 +17,7 @@ from bloomery.hardware.machine import read_machine
 from bloomery.launch.stage_ends import STACKS
 from bloomery.monitor.words import log_line, sensor_lines
 from bloomery.studio.components import mono, note, text
-from bloomery.studio.machine_page import show_finding
+from bloomery.studio.finding_view import show_finding
 from bloomery.studio.watching import OpenRun, end_of
 from bloomery.view.incidents import KILLED
 from bloomery.view.summary import status_text

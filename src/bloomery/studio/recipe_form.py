@@ -337,7 +337,7 @@ def planned(text: str, name: str) -> Planned:
         fits=plan.fits,
         lines=tuple(harmless(line) for line in lines),
         picture=picture_of(report, machine),
-        suggestions=tuple((each.edit, each.saves) for each in report.suggestions),
+        suggestions=tuple({each.edit: each.saves for each in report.suggestions}.items()),
         notes=tuple(note for note in notes if not _is_told(note, blockers)),
         warnings=tuple(map(harmless, report.warnings)),
         usual=usual_values(recipe, plan),

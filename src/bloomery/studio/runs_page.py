@@ -29,6 +29,7 @@ from bloomery.studio.components import (
     toolbar,
 )
 from bloomery.studio.deleting import SUBJECT, ask_to_delete
+from bloomery.studio.finding_view import DEMO
 from bloomery.studio.fitting_models import ask_what_fits
 from bloomery.studio.frame import (
     CommandView,
@@ -43,7 +44,6 @@ from bloomery.studio.watching import PAGE_SECONDS, RunRow, Watching, address_of
 UPDATE_SECONDS = 2.0
 POINTED_SECONDS = 0.05  # after which a run is read that is pointed at
 MOST_NOTE = 160  # characters of a note in the list
-DEMO = "demo"  # the run of `bloomery demo`
 _COLUMNS = (
     # key, heading, is a number
     ("name", "Run", False),
@@ -61,8 +61,9 @@ _COLUMNS = (
     ("seconds", "Duration", True),
     ("bytes", "On disk", True),
 )
-# Columns that are hidden where no run has a value.
-_OPTIONAL = ("validation_loss", "bits_per_byte", "reward", "loss", "temperature", "power")
+# Columns that are hidden where no run has a value, and those that stand below another one: all of them sort.
+_OPTIONAL = ("validation_loss", "reward", "loss")
+_BELOW = ("bits_per_byte", "temperature", "power", "seconds")
 # Vue escapes every {{ }}. `shown` has each cell as text; the plain values sort.
 # Whoever points at a run is about to open it: it is read by then.
 _LINK = """<a :href="props.row.address" :data-focus="props.row.address" class="studio-name"
@@ -83,9 +84,11 @@ _PROGRESS = """<div v-if="props.row.progress !== null && props.row.progress < 1"
 _PROGRESS_CELL = f"""
 <q-td :props="props" class="run-progress">{{{{ props.row.shown.progress }}}}{_PROGRESS}</q-td>
 """
-_TEXT_CELL = """<q-td :props="props">{{ props.row.shown[props.col.name] }}
-  <div v-if="props.row.below[props.col.name]" class="run-about">{{ props.row.below[props.col.name] }}</div></q-td>"""
-_DECIDES_CELL = '<q-td :props="props"><span class="run-decides">{{ props.row.shown[props.col.name] }}</span></q-td>'
+_BELOW_IT = """<div v-if="props.row.below[props.col.name]" class="run-about">
+    {{ props.row.below[props.col.name] }}</div>"""
+_TEXT_CELL = f'<q-td :props="props" class="run-figure">{{{{ props.row.shown[props.col.name] }}}}{_BELOW_IT}</q-td>'
+_DECIDES_CELL = f"""<q-td :props="props" class="run-figure">
+  <span class="run-decides">{{{{ props.row.shown[props.col.name] }}}}</span>{_BELOW_IT}</q-td>"""
 _DECIDES = ("validation_loss", "reward")
 # On a narrow screen a run is a card.
 _CARD = (
@@ -109,7 +112,8 @@ _CARD = (
     <div class="run-facts">
       <div v-for="col in props.cols.filter((c) => !['name', 'status'].includes(c.name) && props.row.shown[c.name])"
         class="fact" :data-decides="['validation_loss', 'reward'].includes(col.name) || null">
-        <b>{{ props.row.shown[col.name] }}</b><span>{{ col.label }}</span></div>
+        <b>{{ props.row.shown[col.name] }}</b><span>{{ col.label }}</span>
+        <span v-if="props.row.below[col.name]">{{ props.row.below[col.name] }}</span></div>
     </div>
   </div>
 </div>
@@ -148,7 +152,12 @@ def run_cells(row: RunRow) -> dict[str, Any]:
         "address": address_of(row.name),
         "title": row.name.removeprefix(f"{row.sweep}/") if row.sweep else row.name,
         "about": " · ".join(filter(None, (row.model, row.method))),
-        "below": {"speed": of_plan},
+        "below": {
+            "validation_loss": figure(row.bits_per_byte, ".3f", " bits/byte"),
+            "speed": of_plan,
+            "memory_gib": ", ".join(filter(None, (shown["temperature"], shown["power"]))),
+            "began": f"took {shown['seconds']}" if row.seconds else "",
+        },
         "sweep": row.sweep,
         "tags": list(row.tags),
         "note": row.note.partition("\n")[0][:MOST_NOTE],
@@ -157,10 +166,11 @@ def run_cells(row: RunRow) -> dict[str, Any]:
 
 
 def moment(seconds: float) -> str:
-    """A time as people say it: today's without a date."""
-    then = time.localtime(seconds)
-    is_today = then[:3] == time.localtime()[:3]
-    return time.strftime("%H:%M" if is_today else "%Y-%m-%d %H:%M", then)
+    """A time as people say it: today's without a date, this year's without a year, others without an hour."""
+    then, now = time.localtime(seconds), time.localtime()
+    is_today = then[:3] == now[:3]
+    words = "%b %d, %H:%M" if then.tm_year == now.tm_year else "%Y-%m-%d"
+    return time.strftime("%H:%M" if is_today else words, then)
 
 
 def matches(row: Mapping[str, Any], words: str, tag: str) -> bool:
@@ -177,7 +187,7 @@ def visible_columns(rows: Sequence[dict[str, Any]]) -> list[str]:
     return [
         key
         for key, _, _ in _COLUMNS
-        if key not in _OPTIONAL or any(row[key] is not None for row in rows)
+        if key not in _BELOW and (key not in _OPTIONAL or any(row[key] is not None for row in rows))
     ]
 
 
@@ -213,7 +223,7 @@ class RunsPage:
         self._table = self._make_table()
         if not rows:
             self._table.props("loading")
-        sort_by_keyboard(self._table, self._tools)
+        sort_by_keyboard(self._table, self._tools, always=True)
         self._sweeps: dict[str, SweepRuns] = {}
         self._sweep_box = ui.element("div").classes("w-full sweep-box")
         self._empty = ui.column().classes("w-full gap-2")

@@ -10,6 +10,7 @@ from bloomery.studio.recipe_form import (
     SOURCE,
     FormField,
     FormSection,
+    KeyPath,
     Planned,
     sections_of,
     value_at,
@@ -19,6 +20,29 @@ from bloomery.studio.recipe_form import (
 UNSET = "not set"
 _THEME = "Quasar.Dark.isActive ? 'githubDark' : 'githubLight'"  # of the editor, an expression
 OPENED = ("data", "train")  # sections
+# Names of keys in words where the underscores do not say it, and words that are written in another way.
+LABELS = {
+    "from": "start from",
+    "glob": "file pattern",
+    "eps": "epsilon",
+    "kd_ratio": "weight of the teacher",
+    "micro_batch_size": "micro-batch size",
+    "stream_micro_batches": "streamed micro-batches",
+    "pipeline_microbatches": "pipeline micro-batches",
+    "min_lr_ratio": "lowest learning rate, share",
+    "num_proc": "processes",
+    "on_error": "rows that cannot be read",
+    "early_stopping_patience": "early stopping, patience",
+    "keep": "checkpoints to keep",
+    "max_gpu_temperature": "highest GPU temperature",
+    "z_loss": "z-loss",
+}
+WORDS = {
+    "num": "number of", "kv": "key-value", "qk": "query-key", "lr": "learning rate", "dtype": "data type",
+    "eps": "epsilon", "ema": "EMA", "neftune": "NEFTune", "rope": "RoPE", "gpu": "GPU", "rslora": "rsLoRA",
+    "openenv": "OpenEnv", "vocab": "vocabulary", "dim": "width", "init": "initialization", "muon": "Muon",
+    "quant": "quantization", "kwargs": "variables", "python": "Python", "lora": "LoRA",
+}  # fmt: skip
 FIRST_FIELDS = 8  # of a section, before "more"
 
 
@@ -151,13 +175,14 @@ class SettingsForm:
                 self._folds[field.key] = folds
 
     def _filter(self) -> None:
-        """Shows the fields whose key or description holds every word that is searched."""
+        """Shows the fields whose label, key or description holds every word that is searched."""
         words = (self._search.value or "").lower().split()
         for expansion, more, keys in getattr(self, "_sections", []):
             num_shown = 0
             for key in keys:
                 field, element = self._inputs[key]
-                text = f"{key.replace('_', ' ')} {key} {field.description}".lower()
+                label = label_of_key(field.path)
+                text = f"{label} {key.replace('_', ' ')} {key} {field.description}".lower()
                 element.visible = all(word in text for word in words)
                 num_shown += element.visible
             expansion.visible = num_shown > 0
@@ -167,7 +192,7 @@ class SettingsForm:
                     more.value = True
 
     def _input(self, field: FormField) -> Any:
-        label = ".".join(field.path[1:])
+        label = label_of_key(field.path)
 
         # NiceGUI also calls this, later, for a value that the page has set: `_set` knows those.
         async def change() -> None:
@@ -182,6 +207,8 @@ class SettingsForm:
             element.on("change", change)  # when the field is left, or at Enter
         element.without_auto_validation()  # it would hide a mistake at the first key
         element.props(f'outlined dense hint="{attribute(field.description)}"').classes("w-full")
+        key = ".".join(field.path[1:])
+        element.add_slot("label", f'{label} <span class="key" title="{field.key}">{key}</span>')
         return element.mark(field.key)
 
     def _shown(self, field: FormField) -> str:
@@ -221,6 +248,14 @@ class SettingsForm:
         if value == "null" and self._is_set(field):
             value = ""
         await self._on_field(field, value)
+
+
+def label_of_key(path: KeyPath) -> str:
+    """What a key is called in a form: ("train", "micro_batch_size") is "Micro-batch size"."""
+    names = [LABELS.get(name) or name for name in path[1:]]
+    words = [WORDS.get(word, word) for word in " ".join(names).replace("_", " ").split(" ")]
+    label = " ".join(words)
+    return label[:1].upper() + label[1:]
 
 
 def show_mistake(element: Any, mistake: str) -> None:

@@ -200,6 +200,23 @@ document.addEventListener("keydown", event => {
   });
 }
 
+// How much of an upload is sent, of all its files together, until the server has answered.
+window.studioUpload = (id, {files, xhr}) => {
+  const box = getHtmlElement(id);
+  const [words, track] = box.children;
+  const name = files.length === 1 ? files[0].name : `${files.length.toLocaleString("en-US")} files`;
+  const size = bytes => bytes < 2 ** 20 ? `${(bytes / 2 ** 10).toFixed(0)} KiB` : `${(bytes / 2 ** 20).toFixed(1)} MiB`;
+  const show = (loaded, total) => {
+    const isSent = loaded >= total;
+    words.textContent = isSent ? `${name}: writing` : `${name}: ${size(loaded)} of ${size(total)}`;
+    track.firstElementChild.style.width = `${100 * loaded / Math.max(total, 1)}%`;
+  };
+  show(0, files.reduce((sum, file) => sum + file.size, 0) || 1);
+  box.hidden = false;
+  xhr.upload.addEventListener("progress", ({loaded, total}) => show(loaded, total));
+  xhr.addEventListener("loadend", () => { box.hidden = true; });
+};
+
 // The address of a page with what has been answered on it, so that reloading it or coming back loses nothing.
 window.studioAddress = address => history.replaceState(history.state, "", address);
 
