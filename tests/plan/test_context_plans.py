@@ -86,20 +86,6 @@ def test_sequences_must_divide():
     assert no.value.fix == "set data.sequence_length=132"
 
 
-def test_a_loss_per_response_is_refused():
-    recipe = loaded(
-        model=MODEL,
-        data={"builtin": "stdlib-pairs", "sequence_length": 128},
-        objective={"kind": "dpo"},
-        parallel={"context": 2},
-    )
-    with pytest.raises(
-        UserError, match=r"not supported over 2 devices with parallel\.context"
-    ) as no:
-        planned(recipe, machine(), gpus=2)
-    assert no.value.fix == "set parallel.context=1"
-
-
 @pytest.mark.parametrize(
     ("gpus", "parallel", "sizes"),
     [

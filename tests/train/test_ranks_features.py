@@ -76,7 +76,8 @@ CASES: dict[str, list[tuple[str, dict[str, Any], float]]] = {
             "kto",
             {"objective": Kto(kind="kto", beta=0.5), "optimizer": {"learning_rate": 0.003}},
             1e-5,
-        )
+        ),
+        ("kto", {"objective": Kto(kind="kto", beta=0.5), "adapter": Lora(**LORA)}, 1e-5),
     ],
     "objective reward": [("pairs", {"objective": Reward(kind="reward"), "head": "values"}, 1e-5)],
     "objective distill": [("text", {"objective": "distill"}, 1e-5)],

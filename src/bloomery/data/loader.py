@@ -66,10 +66,10 @@ class Loader:
         self._top_scores = TopScores(top_scores, opened_split) if top_scores else None
         self._stored_pictures = opened_split.pictures
         self._pictures: PictureLoader | None = None
+        self._has_pairs = DOCUMENTS_PER_UNIT[opened_split.kind] > 1
         if manifest.has_pictures:
             # Both answers of a pair are after the pictures of one prompt.
-            shares = DOCUMENTS_PER_UNIT[opened_split.kind] > 1
-            self._pictures = PictureLoader(prepared, shares=shares)
+            self._pictures = PictureLoader(prepared, shares=self._has_pairs)
         self._prepare = prepare
         self._seed = seed
         self._data_rank = data_rank
@@ -206,7 +206,7 @@ class Loader:
             pictures=pictures,
             axes=axes,
         )
-        part = batch.part(self._context_rank, self._context)
+        part = batch.part(self._context_rank, self._context, keeps_whole=self._has_pairs)
         return part if self._prepare is None else self._prepare(part)
 
 

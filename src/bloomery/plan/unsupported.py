@@ -8,7 +8,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -719,7 +719,6 @@ TRANSFORMERS_LAYERS = "layers of transformers"
 # as in Gemma 4's small models
 SHARED_BY_LAYERS = "keys of another layer, inputs of each layer"
 ALL_PARAMETERS = "PEFT ranks and replaces whole matrices, and each device holds some rows of them"
-WHOLE_TEXTS = "its loss is one per response, and each device has a part of the response"
 OTHER_ROWS = "each step exchanges other numbers of rows, and blocks would be compiled again"
 ALL_LAYERS = "PEFT needs a whole model, and each stage has some of its layers"
 
@@ -751,9 +750,7 @@ def _objective_features() -> Iterator[Feature]:
         alike.setdefault(likeness, []).append(spec)
     for specs in alike.values():
         kinds = tuple(spec.kind for spec in specs)
-        row = Feature(f"objective {', '.join(kinds)}", partial(_has_objective, kinds=kinds))
-        is_shared = specs[0].samples or not specs[0].numbers_texts
-        yield replace(row, context="" if is_shared else WHOLE_TEXTS)
+        yield Feature(f"objective {', '.join(kinds)}", partial(_has_objective, kinds=kinds))
 
 
 def _optimizer_features() -> Iterator[Feature]:

@@ -147,11 +147,12 @@ def validation_result(
 
     # Read from the device once: the host has queued every batch, and the device waited for none.
     total = 0.0
-    count = 0
+    count = 0.0
     if totals:
         for batch_total in torch.stack(totals).tolist():
             total += batch_total
-        count = sum(map(round, torch.stack(counts).tolist()))
+        for batch_count in torch.stack(counts).tolist():
+            count += batch_count
 
     # Sums over all ranks; a loss per pair or response has no bytes that it could be compared to.
     total, *reduced_counts = mesh.all_reduce_sum(total, count, loss_tokens, text_bytes)

@@ -14,7 +14,6 @@ from bloomery.data.batch import Batch
 from bloomery.facts.objectives import ObjectiveSpec
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import SCORE_OPERATORS, ScoreOperators, ScoreSettings
-from bloomery.parallel.context import all_tokens
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.choices import reference_of
 from bloomery.plan.types import RunPlan
@@ -26,13 +25,13 @@ from bloomery.train.objectives.objective import (
     Objective,
     ObjectiveInputs,
     Scoring,
-    full_batch_of,
+    of_all_tokens,
+    own_share,
 )
 from bloomery.train.objectives.pairs import kto, preference, reward, simple_preference
 from bloomery.train.objectives.policies import policy, proximal_policy
 from bloomery.train.objectives.stored_scores import TOP_IDS, TOP_LOGPS
 from bloomery.train.objectives.teacher import (
-    TEACHER_HIDDEN,
     TeacherPlan,
     load_teacher,
     scored_teacher_of,
@@ -95,13 +94,7 @@ def of_whole_texts(objective: Objective, mesh: Mesh) -> Objective:
     """
 
     def loss(output: Tensor, batch: Batch) -> LossParts:
-        full_batch = full_batch_of(batch)
-        scored_later = {
-            name: mesh.all_gather_tokens(tensor) if tensor.ndim else tensor
-            for name, tensor in batch.extras.items()
-            if name not in full_batch.extras and name != TEACHER_HIDDEN
-        }
-        parts = objective.loss(all_tokens(output, mesh), full_batch.with_extras(**scored_later))
+        parts = objective.loss(*of_all_tokens(output, batch, mesh))
         return LossParts(
             parts.total / mesh.context,
             parts.count / mesh.context,
@@ -112,7 +105,7 @@ def of_whole_texts(objective: Objective, mesh: Mesh) -> Objective:
             parts.loads,
         )
 
-    return replace(objective, loss=loss)
+    return replace(objective, loss=loss, count=own_share(objective.count, mesh))
 
 
 def pretraining(*, score_chunk: int, compiled: bool = False, native: bool = False) -> Objective:

@@ -20,6 +20,7 @@ from bloomery.recipe.objectives import (
 )
 from bloomery.train.objectives.losses import LossParts, distillation_loss, on_policy_loss
 from bloomery.train.objectives.objective import (
+    TEACHER_HIDDEN,
     Before,
     Objective,
     ObjectiveInputs,
@@ -28,7 +29,6 @@ from bloomery.train.objectives.objective import (
 )
 from bloomery.train.objectives.stored_scores import StoredDivergence
 from bloomery.train.objectives.teacher import (
-    TEACHER_HIDDEN,
     divergence_head,
     teacher_pass,
 )

@@ -13,6 +13,7 @@ from bloomery.infer.forward import eval_mode, forward_all, loss_positions_in, to
 from bloomery.model.adapters.lora import adapters_disabled
 from bloomery.model.decoder import Decoder
 from bloomery.model.heads import Head, LabelScores, ScoresAndValues, ScoreSettings
+from bloomery.parallel.context import all_tokens
 from bloomery.parallel.mesh import Mesh
 from bloomery.recipe.objectives import ObjectiveSection
 from bloomery.train.objectives.losses import LossParts
@@ -155,6 +156,30 @@ class ObjectiveInputs:
 def full_batch_of(batch: Batch) -> Batch:
     assert batch.full_batch is not None, "a source keeps it where texts have one loss"
     return batch.full_batch
+
+
+def own_share(count: Callable[[Batch], float], mesh: Mesh) -> Callable[[Batch], float]:
+    """A count of texts, which may be on several ranks: each of those that share sequences counts its share of all."""
+    if mesh.context == 1:
+        return count
+    return lambda batch: count(full_batch_of(batch)) / mesh.context
+
+
+# In extras of a batch: the teacher's last hidden states [N, S] at its loss tokens.
+TEACHER_HIDDEN = "teacher_hidden"
+
+
+def of_all_tokens(output: Tensor, batch: Batch, mesh: Mesh) -> tuple[Tensor, Batch]:
+    """The head's output for all tokens of the sequences that ranks share, from this rank's; and their batch, with what
+    was computed of this rank's tokens.
+    """
+    full_batch = full_batch_of(batch)
+    scored_later = {
+        name: mesh.all_gather_tokens(tensor) if tensor.ndim else tensor
+        for name, tensor in batch.extras.items()
+        if name not in full_batch.extras and name != TEACHER_HIDDEN
+    }
+    return all_tokens(output, mesh), full_batch.with_extras(**scored_later)
 
 
 def one_after_the_other(*all_before: Before | None) -> Before | None:

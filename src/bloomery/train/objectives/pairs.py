@@ -25,7 +25,12 @@ from bloomery.train.objectives.losses import (
     sequence_sums,
     simpo_loss,
 )
-from bloomery.train.objectives.objective import Objective, ObjectiveInputs, in_groups
+from bloomery.train.objectives.objective import (
+    Objective,
+    ObjectiveInputs,
+    in_groups,
+    of_all_tokens,
+)
 
 
 def count_pairs(batch: Batch) -> float:
@@ -91,6 +96,9 @@ def kto(inputs: ObjectiveInputs) -> Objective:
     mesh = inputs.mesh
 
     def kl_sums(scores_BT: Tensor, batch: Batch) -> Tensor:
+        """The KL term as a sum and a count. Ranks that share sequences all have theirs: the mean is the same."""
+        if mesh.context > 1:
+            scores_BT, batch = of_all_tokens(scores_BT, batch, mesh)
         pairs = _pairs(scores_BT, batch)
         reference = _reference_pairs(scores_BT, batch)
         return kto_kl(pairs.rejected, reference.rejected, pairs.present_P)

@@ -24,8 +24,8 @@ from bloomery.train.objectives.objective import (
     Before,
     Objective,
     ObjectiveInputs,
-    full_batch_of,
     one_after_the_other,
+    own_share,
 )
 from bloomery.train.rl.policy_loss import PolicyLoss, SamplingCorrection
 from bloomery.train.rl.ppo import PpoLoss
@@ -68,10 +68,6 @@ def policy(inputs: ObjectiveInputs) -> Objective:
     divergence_of = taught_loss(settings, inputs)
     mesh = inputs.mesh
 
-    def count(batch: Batch) -> float:
-        """A completion may be on several ranks, which share sequences: each counts its share of all."""
-        return loss_of.count(batch if mesh.context == 1 else full_batch_of(batch)) / mesh.context
-
     head: Callable[[Batch], Head] = policy_scoring(settings, inputs.scoring)
     before_teacher: Before | None = None
     further_terms: dict[str, tuple[float, Callable[[Batch], float]]] = {}
@@ -106,11 +102,11 @@ def policy(inputs: ObjectiveInputs) -> Objective:
         reference_scores = replace(inputs.base_scores, settings=score_settings)
     term_scales = None
     if further_terms:
-        term_scales = TermScales(count, further_terms, mesh)
+        term_scales = TermScales(own_share(loss_of.count, mesh), further_terms, mesh)
     return Objective(
         head=head,
         loss=loss,
-        count=count,
+        count=loss_of.count,
         before=one_after_the_other(reference_scores, before_teacher, term_scales),
         loss_unit="completion",
         rows=(2,) if settings.teacher is None else (5,),

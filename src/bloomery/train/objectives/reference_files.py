@@ -125,7 +125,7 @@ def precompute(
         for number, (batch, label_indices) in enumerate(loader.stored_batches(batch_size)):
             if mesh.broadcast_bool(time.monotonic() - last_report > REPORT_SECONDS):
                 last_report = time.monotonic()
-                progress(number * batch_size * mesh.data_world)
+                progress(number * batch_size * mesh.sequence_world)
 
             # A computation that was killed has left the scores of its first batches.
             indices_by_rank = [indices.numpy() for indices in mesh.all_gather(label_indices)]
@@ -136,11 +136,12 @@ def precompute(
             scores_BT = batch_label_scores(
                 model, to_device(batch, device), ScoreSettings(score_chunk), precision=precision
             )
-            # Of a pipeline the ranks of the last stage, which come last, have scores.
-            scores_by_rank = mesh.all_gather(scores_BT.cpu())
+            # Of a pipeline the ranks of the last stage, which come last, have scores. Of ranks that share sequences
+            # each has those of all tokens.
+            scores_by_rank = mesh.all_gather(mesh.all_gather_tokens(scores_BT).cpu())
             if writer is not None:
                 for indices, scores in list(zip(indices_by_rank, scores_by_rank, strict=True))[
-                    -mesh.data_world :
+                    -mesh.data_world :: mesh.context
                 ]:
                     writer.add(indices, scores.numpy())
     mesh.barrier()

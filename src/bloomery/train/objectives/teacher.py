@@ -47,7 +47,7 @@ from bloomery.parallel.streamed import StreamedWeights
 from bloomery.plan.types import HostPlacement, RunPlan
 from bloomery.recipe.objectives import ObjectiveSection, OwnTeacher, TeacherQuantize
 from bloomery.recipe.schema import Quantize
-from bloomery.train.objectives.objective import full_batch_of
+from bloomery.train.objectives.objective import TEACHER_HIDDEN, full_batch_of
 from bloomery.train.rl.rollout import teacher_batch
 from bloomery.train.scorers.client import ScoredTeacher, Scorers, TeacherOutput
 
@@ -263,10 +263,6 @@ def teacher_attention(config: ModelConfig, plan: TeacherPlan) -> str:
         sinks=config.attention_sinks,
     )
     return plan.attention if problem is None else "blockwise"
-
-
-# In extras of a batch: the teacher's last hidden states [N, S] at its loss tokens.
-TEACHER_HIDDEN = "teacher_hidden"
 
 
 @final
