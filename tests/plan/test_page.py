@@ -249,7 +249,8 @@ def test_json_is_the_contract(tmp_path, monkeypatch):
         "max_length",
         "mesh",
         "rollout",
-        "stream",
+        "scoring",
+            "stream",
         "pictures",
         "notes",
     }

@@ -437,6 +437,18 @@ Thread 0x02 (most recent call first):
     assert not training_place(stack.replace("torch/distributed", "numpy")).waits
 
 
+def test_a_rank_that_waits_for_a_scoring_process_is_the_one_that_the_others_wait_for() -> None:
+    stack = """Timeout (0:02:00)!
+Thread 0x02 (most recent call first):
+  File "/src/bloomery/core/child.py", line 148 in _converse
+  File "/src/bloomery/core/child.py", line 122 in next
+  File "/src/bloomery/train/scorers/client.py", line 77 in _next
+  File "/src/bloomery/launch/worker.py", line 80 in main
+"""
+    place = training_place(stack)
+    assert not place.waits and place.line == "a request to a scoring process (client.py:77)"
+
+
 # Ranks that a launcher started: one process supervises each.
 
 

@@ -261,6 +261,67 @@ def test_none_outlives_a_rank_that_is_killed(recipe, tmp_path):
     assert time.monotonic() < until
 
 
+def processes_with(mark: str) -> dict[int, str]:
+    """The commands of living processes whose environment has this text."""
+    commands = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal() or int(entry.name) == os.getpid():
+            continue
+        try:
+            if mark in (entry / "environ").read_text(errors="replace"):
+                commands[int(entry.name)] = (entry / "cmdline").read_text()
+        except OSError:
+            continue
+    return commands
+
+
+def test_a_run_whose_scoring_process_is_killed_resumes_to_the_same_bits(recipe, tmp_path):
+    """Two ranks of the command line, and a process that scores for both."""
+    mark = f"SCORERS_OF_TEST={tmp_path.name}"
+    name, _, value = mark.partition("=")
+    environment = {**os.environ, name: value}
+    bloomery = [sys.executable, "-P", "-m", "bloomery"]
+    edits = [
+        *(*ALONE, SCORED, f"objective.teacher={recipe / 'teacher'}"),
+        *("train.max_steps=20", "train.compile=false", "checkpoint.every=2 steps"),
+    ]
+
+    def begin(run: str) -> subprocess.Popen:
+        words = [*bloomery, "train", str(recipe / "rl.yaml"), *edits, "-d", "cpu,cpu"]
+        with (tmp_path / f"{run}.txt").open("w") as output:
+            return subprocess.Popen(
+                [*words, "--run-dir", str(tmp_path / run)],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                cwd=tmp_path,
+            )
+
+    assert begin("undisturbed").wait(300) == 0, (tmp_path / "undisturbed.txt").read_text()
+    run = begin("killed")
+    until = time.monotonic() + 300
+    while not list((tmp_path / "killed/checkpoints").glob("step-0000000[4-9]")):
+        assert run.poll() is None and time.monotonic() < until
+        time.sleep(0.01)
+    (process,) = [pid for pid, words in processes_with(mark).items() if "scorers.worker" in words]
+    os.kill(process, signal.SIGKILL)
+    assert run.wait(120) == 1
+    said = (tmp_path / "killed.txt").read_text()
+    assert "scoring process 0" in said and "bloomery resume killed" in said
+
+    until = time.monotonic() + 60
+    while processes_with(mark) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not processes_with(mark)
+    words = [*bloomery, "resume", str(tmp_path / "killed")]
+    resumed = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+    assert resumed.returncode == 0, resumed.stderr
+    last = "checkpoints/step-00000020/model.safetensors"
+    assert (tmp_path / "killed" / last).read_bytes() == (
+        tmp_path / "undisturbed" / last
+    ).read_bytes()
+
+
 @pytest.mark.parametrize(("ranks", "scorers"), [(1, 1), (1, 3), (4, 1), (4, 2), (5, 2), (3, 5)])
 def test_every_rank_is_served_and_every_process_is_started_once(ranks, scorers):
     places = [LocalRanks(index, ranks, scorers) for index in range(ranks)]

@@ -116,6 +116,7 @@ def device_count(
     exact = "auto" not in sizes_of(recipe.parallel)
     if product > count or count % product or (user_named and exact and product != count):
         problem = f"parallel asks for {product:,} devices, and there are {count:,}"
+        problem += " besides those that score" if scoring else ""
         fix = "change the sizes of parallel, or start as many processes with a launcher"
         if product <= MOST_CPU_RANKS:  # more are on several machines
             names = ["cpu"] * product
