@@ -155,6 +155,19 @@ def test_what_cannot_be_read_is_said(folder, monkeypatch, words, problem):
         assert "bad.jsonl:1" in refused.where
 
 
+@pytest.mark.parametrize("options", [[], ["--top-scores", "2"]])
+def test_no_dataset_has_answers_to_pictures(folder, tmp_path, monkeypatch, options):
+    """Said before anything is decoded: the tower is not loaded for them."""
+    monkeypatch.chdir(folder)
+    turns = [{"role": "user", "content": [{**IMAGE, "image": "red one.png"}, text("Color?")]}]
+    (folder / "seen.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    words = ["generate", "model", "--data", "seen.jsonl", "--out", tmp_path / "answers.jsonl"]
+    refused = typed(*words, *GREEDY, *options).exception
+    assert isinstance(refused, UserError), refused
+    assert "answers to pictures as a dataset" in refused.problem
+    assert refused.where == "seen.jsonl:1"
+
+
 def test_a_picture_that_is_refused_leaves_the_chat_as_it_was(folder):
     (folder / "bad.png").write_bytes(png()[:-30])
     lines = f"/image {folder / 'bad.png'}\n/image\nhello\n"

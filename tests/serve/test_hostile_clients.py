@@ -375,7 +375,13 @@ class TestAnswers:
 
 
 @pytest.mark.parametrize(
-    "words", [["--max-seconds", "nan"], ["--max-seconds", "inf"], ["--port", "taken"]]
+    "words",
+    [
+        ["--max-seconds", "nan"],
+        ["--max-seconds", "inf"],
+        ["--temperature", "nan"],
+        ["--port", "taken"],
+    ],
 )
 def test_options_are_refused_before_a_model_is_loaded(
     folder: Path, words: list[str], monkeypatch: pytest.MonkeyPatch

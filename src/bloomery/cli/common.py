@@ -227,6 +227,11 @@ def _overrides(
     raise UserError(problem, where=f"`{context.command_path}`", fix=fix, code=2)
 
 
+def flag_of(name: str) -> str:
+    """The command-line option of a setting: --top-k of `top_k`."""
+    return f"--{name.replace('_', '-')}"
+
+
 def devices_option(function: F) -> F:
     """The click option `devices: str`."""
     line = "Run on this device: auto, cpu or a GPU number."

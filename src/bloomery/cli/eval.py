@@ -13,6 +13,7 @@ from bloomery.cli.common import (
     data_path,
     devices_option,
     echo,
+    flag_of,
     json_option,
     loading,
     print_json,
@@ -250,7 +251,7 @@ def _evaluate_environment(
     """Print the scores of episodes. `others`: options that mean something else. Raises UserError."""
     allowed = ("max_turns", "generations", "limit", "max_new_tokens", "temperature", "seed")
     refused = [flag for flag, value in others.items() if value is not None]
-    refused += [_flag(name) for name in settings if name not in (*allowed, "template")]
+    refused += [flag_of(name) for name in settings if name not in (*allowed, "template")]
     if refused:
         problem = f"{refused[0]} does not apply to --environment"
         raise UserError(problem, where=refused[0], fix=f"remove {refused[0]}", code=2)
@@ -287,23 +288,18 @@ def _evaluate_environment(
     _print_lines(lines)
 
 
-def _flag(name: str) -> str:
-    """The option of a setting."""
-    return f"--{name.replace('_', '-')}"
-
-
 def _refuse_episode_settings(settings: dict[str, Any]) -> None:
     """Raises UserError for a setting of episodes, where no environment is named."""
     for name in ("max_turns", "generations"):
         if name in settings:
-            problem = f"{_flag(name)} needs --environment"
+            problem = f"{flag_of(name)} needs --environment"
             fix = "add --environment FILE:CLASS"
-            raise UserError(problem, where=_flag(name), fix=fix, code=2)
+            raise UserError(problem, where=flag_of(name), fix=fix, code=2)
 
 
 def _needs_task(name: str) -> UserError:
     """The error for a setting of tasks without a task."""
-    flag = _flag(name)
+    flag = flag_of(name)
     fix = f"add --task FILE, or remove {flag}"
     return UserError(f"{flag} needs --task", where=flag, fix=fix, code=2)
 
@@ -371,7 +367,7 @@ def _refuse_task_options(
         allowed_settings = set()
     refused_settings = sorted(settings.keys() - allowed_settings)
     if refused_settings and lm_eval is not None:
-        flag = _flag(refused_settings[0])
+        flag = flag_of(refused_settings[0])
         problem = f"{flag} does not apply to --lm-eval"
         raise UserError(problem, where=flag, fix=f"remove {flag}", code=2)
     if refused_settings:

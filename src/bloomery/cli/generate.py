@@ -2,11 +2,11 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -27,9 +27,14 @@ from bloomery.core.text import harmless
 from bloomery.core.units import MIB, format_bytes
 from bloomery.runs.chosen_model import chosen_use, model_path
 
+if TYPE_CHECKING:
+    from bloomery.data.examples import Example
+    from bloomery.infer.answer_files import Shard
+    from bloomery.infer.generate import Writer
+    from bloomery.infer.picture_prompts import Eyes
+
 Json = dict[str, Any]
 
-_ROWS_AT_ONCE = 32  # of a dataset
 _MAX_FILE_BYTES = 16 * MIB  # of prompts, or of a JSON schema
 _MAX_STDIN_BYTES = 4 * MIB
 
@@ -128,70 +133,42 @@ def command(
     folder = model_path(model)
     draft_path = draft_folder(prompt_lookup, draft)
     use = chosen_use(devices, quantize)
-    from bloomery.data.examples import Example, Message, num_pictures, with_pictures_before
-    from bloomery.data.top_scores import ScoresHeader
-    from bloomery.infer.answer_files import Shard, answer_file, shard_of, training_row
+    from bloomery.infer.answer_files import Shard, shard_of
+    from bloomery.infer.dataset_answers import printed_answers
     from bloomery.infer.dataset_prompts import dataset_prompts
     from bloomery.infer.generate import Speed, load_files, writer
     from bloomery.infer.held_model import held_model
     from bloomery.infer.picture_prompts import Eyes, picture_source, seeing_source
     from bloomery.infer.sampling import Sampling
     from bloomery.infer.speculation import speculation_of
-    from bloomery.infer.top_scores import top_scores as answer_scores
 
     part = Shard(0, 1) if shard is None else shard_of(shard)
-    chat = chat or data is not None or bool(images)
-    with ExitStack() as holds:
-        files = holds.enter_context(held_model(folder, step))
+    with ExitStack() as stack:
+        files = stack.enter_context(held_model(folder, step))
         source = seeing_source(files) if images else picture_source(files)
         decoder, tokenizer = load_files(files, where=str(folder), use=use, on_load=loading)
         # What reads pictures is read from the files with the first of them; all else is in memory now.
-        held = ExitStack() if source is None else holds.pop_all()
-    speculation = speculation_of(
-        decoder, tokenizer, lookup=prompt_lookup, draft=draft_path, use=use, on_load=loading
-    )
-    speed = Speed(speculation)
-    eyes = None if source is None else Eyes(decoder, files, source)
-    encoder = None if eyes is None else eyes.encoder
-
-    # A terminal gets no control characters; a file gets every character. JSON, a file of prompts and a dataset decode
-    # in batches, a single prompt is printed as it is decoded.
-    printable = harmless if sys.stdout.isatty() else str
-    prompt_end = "\n" if chat else ""
-    sampling = Sampling(**settings)
-    with (
-        held,
-        writer(
-            decoder,
-            tokenizer,
-            sampling,
-            stop,
-            chat=chat,
-            speed=speed,
-            schema=schema,
-            pictures=encoder if chat else None,
-        ) as generator,
-    ):
-
-        def answered() -> Iterator[Json]:
-            """What is printed of each prompt."""
-            if data is None:
-                for text, completion in zip(texts, generator.complete(asked), strict=True):
-                    yield {"prompt": text, "text": completion}
-                return
-            rows = dataset_prompts(data)
-            # Pictures take memory until their prompt has been read.
-            while batch := list(islice(rows, _ROWS_AT_ONCE)):
-                if eyes is not None and any(num_pictures(row.example) for row in batch):
-                    eyes.open()
-                completions = generator.complete([row.example for row in batch])
-                for row, completion in zip(batch, completions, strict=True):
-                    answer = {} if row.answer is None else {"answer": row.answer}
-                    place = {"row": row.example.source, "prompt": row.text}
-                    yield {**place, **answer, "text": completion}
-
-        def write(path: Path) -> None:
-            """Adds the answers that the file does not have yet."""
+        if source is None:
+            stack.close()
+        speculation = speculation_of(
+            decoder, tokenizer, lookup=prompt_lookup, draft=draft_path, use=use, on_load=loading
+        )
+        eyes = None if source is None else Eyes(decoder, files, source)
+        speed = Speed(speculation)
+        is_chat = chat or data is not None or bool(images)
+        generator = stack.enter_context(
+            writer(
+                decoder,
+                tokenizer,
+                Sampling(**settings),
+                stop,
+                chat=is_chat,
+                speed=speed,
+                schema=schema,
+                pictures=eyes.encoder if eyes is not None and is_chat else None,
+            )
+        )
+        if out is not None:
             assert data is not None
             begun_with = {
                 "model": str(files.weights.resolve()),
@@ -202,63 +179,98 @@ def command(
                 "quantize": quantize,
                 **settings,
             }
-            if top_scores is not None:
-                write_scored(path, top_scores, begun_with)
-                return
-            with answer_file(path, begun_with) as answers:
-                rows = islice(part.of(dataset_prompts(data)), answers.num_rows, None)
-                while batch := list(islice(rows, _ROWS_AT_ONCE)):
-                    completions = generator.complete([row.example for row in batch])
-                    for row, completion in zip(batch, completions, strict=True):
-                        answers.add(training_row(row.example, completion))
-
-        def write_scored(path: Path, top: int, begun_with: Json) -> None:
-            """The same as token ids, each answer with the likeliest tokens at each of its own."""
-            assert data is not None
-            vocab_size = decoder.lm_head.out_features
-            header = ScoresHeader(min(top, vocab_size), vocab_size, tokenizer.hash)
-            begun_with["top_scores"] = header.top
-            size = format_bytes(header.token_bytes)
-            echo(
-                f"scores     {header.top:,} of each token: {size} per token of an answer", err=True
-            )
-            with answer_file(path, begun_with, header) as answers:
-                rows = islice(part.of(dataset_prompts(data)), answers.num_rows, None)
-                while batch := list(islice(rows, _ROWS_AT_ONCE)):
-                    for row in batch:
-                        training_row(row.example, "")  # raises UserError for pictures
-                    for prompt_ids, answer in generator.answers([row.example for row in batch]):
-                        ends = [] if not answer.is_ended else [generator.end_id]
-                        answer_ids = [*answer.ids, *(end for end in ends if end is not None)]
-                        scores = answer_scores(decoder, prompt_ids, answer_ids, header.top)
-                        answers.add_scored(prompt_ids, answer_ids, *scores)
-
-        asked: list[Any] = list(texts)
-        if images and eyes is not None:
-            references = [eyes.reference(path) for path in images]
-            turns = [with_pictures_before(Message("user", text), references) for text in texts]
-            asked = [Example("", "prompt", (turn,), ()) for turn in turns]
-        if out is not None:
-            write(out)
-        elif as_json:
-            print_json({"results": list(answered())})
-        elif jsonl:
-            for result in answered():
-                click.echo(json.dumps(result, ensure_ascii=False))
-                sys.stdout.flush()
-        elif len(texts) == 1:
-            click.echo(printable(texts[0] + prompt_end), nl=False)
-            for piece in generator.pieces(asked[0]):
-                click.echo(printable(piece), nl=False)
-                sys.stdout.flush()
-            click.echo()
+            _write_answers(generator, data, part, out, begun_with, top=top_scores)
+        elif data is not None:
+            answers = printed_answers(generator, dataset_prompts(data), eyes)
+            _print_answers(answers, as_json=as_json, jsonl=jsonl, prompt_end="\n")
         else:
-            for index, result in enumerate(answered()):
-                rule = "\n" + "-" * 40 + "\n" if index else ""
-                click.echo(
-                    rule + printable(result["prompt"] + prompt_end) + printable(result["text"])
-                )
+            prompt_end = "\n" if is_chat else ""
+            asked = texts if eyes is None else _with_images(texts, images, eyes)
+            if len(texts) == 1 and not (as_json or jsonl):
+                _print_pieces(texts[0] + prompt_end, generator.pieces(asked[0]))
+            else:
+                completions = zip(texts, generator.complete(asked), strict=True)
+                answers = ({"prompt": text, "text": answer} for text, answer in completions)
+                _print_answers(answers, as_json=as_json, jsonl=jsonl, prompt_end=prompt_end)
     echo(f"speed      {speed}", err=True)
+
+
+def _with_images(
+    texts: Sequence[str], images: Sequence[Path], eyes: "Eyes"
+) -> "Sequence[str] | Sequence[Example]":
+    """The prompts with all images before each. Raises UserError for a file that is no picture."""
+    from bloomery.data.examples import Example, Message, with_pictures_before
+
+    if not images:
+        return texts
+    references = [eyes.reference(path) for path in images]
+    turns = [with_pictures_before(Message("user", text), references) for text in texts]
+    return [Example("", "prompt", (turn,), ()) for turn in turns]
+
+
+def _write_answers(
+    generator: "Writer",
+    data: Path,
+    part: "Shard",
+    out: Path,
+    begun_with: Json,
+    *,
+    top: int | None,
+) -> None:
+    """Adds to the file `out` the answers to a part of the rows that it does not have yet.
+
+    `begun_with`: what has to be as it was when the file began. `top`: so many of the likeliest tokens at each token of
+    an answer are written, too. Raises UserError.
+    """
+    from bloomery.data.top_scores import ScoresHeader
+    from bloomery.infer.answer_files import answer_file
+    from bloomery.infer.dataset_answers import add_answers, add_scored_answers
+    from bloomery.infer.dataset_prompts import dataset_prompts
+
+    header = None
+    if top is not None:
+        vocab_size = generator.decoder.lm_head.out_features
+        header = ScoresHeader(min(top, vocab_size), vocab_size, generator.tokenizer.hash)
+        begun_with = {**begun_with, "top_scores": header.top}
+        size = format_bytes(header.token_bytes)
+        echo(f"scores     {header.top:,} of each token: {size} per token of an answer", err=True)
+    with answer_file(out, begun_with, header) as file:
+        prompts = islice(part.of(dataset_prompts(data)), file.num_rows, None)
+        if header is None:
+            add_answers(file, generator, prompts)
+        else:
+            add_scored_answers(file, generator, prompts, header.top)
+
+
+def _print_answers(answers: Iterator[Json], *, as_json: bool, jsonl: bool, prompt_end: str) -> None:
+    """One JSON document of all, a line of JSON each, or prompts and texts for a reader."""
+    if as_json:
+        print_json({"results": list(answers)})
+        return
+    if jsonl:
+        for answer in answers:
+            click.echo(json.dumps(answer, ensure_ascii=False))
+            sys.stdout.flush()
+        return
+    printable = _printable()
+    for index, answer in enumerate(answers):
+        rule = "\n" + "-" * 40 + "\n" if index else ""
+        click.echo(rule + printable(answer["prompt"] + prompt_end) + printable(answer["text"]))
+
+
+def _print_pieces(prompt: str, pieces: Iterator[str]) -> None:
+    """A single prompt and its completion, each piece as it is decoded."""
+    printable = _printable()
+    click.echo(printable(prompt), nl=False)
+    for piece in pieces:
+        click.echo(printable(piece), nl=False)
+        sys.stdout.flush()
+    click.echo()
+
+
+def _printable() -> Callable[[str], str]:
+    """A terminal gets no control characters; a file gets every character."""
+    return harmless if sys.stdout.isatty() else str
 
 
 def _refuse_combinations(

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
+from bloomery.cli.common import flag_of
 from bloomery.core.errors import UserError
 from bloomery.core.text import did_you_mean
 from bloomery.runs.chosen_model import model_path
@@ -38,7 +39,7 @@ def sampling_options(function: F) -> F:
     """Click options for every setting, passed on by their names."""
     for name, (value_type, default, help_text) in reversed(SETTINGS.items()):
         option = click.option(
-            _flag(name),
+            flag_of(name),
             type=value_type,
             default=default,
             show_default=default is not None,
@@ -48,18 +49,13 @@ def sampling_options(function: F) -> F:
     return function
 
 
-def _flag(name: str) -> str:
-    """The command-line option of a setting."""
-    return f"--{name.replace('_', '-')}"
-
-
 def default_options(function: F) -> F:
     """Click options for the defaults of requests that leave a setting out: those of `sampling_options` without
     `max_new_tokens`, and None where an option is not given.
     """
     for name, (value_type, _, help_text) in reversed(SETTINGS.items()):
         if name != "max_new_tokens":
-            function = click.option(_flag(name), type=value_type, help=help_text)(function)
+            function = click.option(flag_of(name), type=value_type, help=help_text)(function)
     return function
 
 
@@ -87,7 +83,7 @@ def finite(settings: dict[str, Any]) -> dict[str, Any]:
     for name, value in settings.items():
         if isinstance(value, float) and not math.isfinite(value):
             problem = f"not a finite number: {value}"
-            raise UserError(problem, where=_flag(name), fix="use a finite number", code=2)
+            raise UserError(problem, where=flag_of(name), fix="use a finite number", code=2)
     return settings
 
 

@@ -2,10 +2,12 @@
 
 import math
 import os
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,6 +24,11 @@ from bloomery.cli.tools import episodes_of, tools_options
 from bloomery.core.child import die_with_parent
 from bloomery.core.errors import UserError
 from bloomery.runs.chosen_model import chosen_use, model_path
+
+if TYPE_CHECKING:
+    from bloomery.plan.types import EpisodesPlan
+    from bloomery.serve.served import Served
+    from bloomery.serve.server_tools import ServerTools
 
 
 @click.command()
@@ -142,27 +149,13 @@ def command(
         die_with_parent(parent)
     # Mistyped names, a missing token and a taken port are reported before torch is imported and a model is loaded.
     sources = [_parse_model(model, step) for model in models]
-    adapter_paths = dict(_parse_adapter(adapter) for adapter in adapters)
-    if adapter_paths and len(models) > 1:
-        raise UserError("adapters need one base", where="--adapter", fix="name one MODEL", code=2)
-    adapter_folders = {name: model_path(path) for name, path in adapter_paths.items()}
-    from bloomery.serve.address import LOCAL, bound, token_for, url_for_others
+    adapter_folders = _adapter_folders(adapters, num_models=len(models))
+    set_defaults = {name: value for name, value in finite(defaults).items() if value is not None}
+    from bloomery.serve.address import bound, token_for
 
     token = token_for(host, os.environ)
     episodes = episodes_of(tools, environment, max_turns)
-    if episodes is not None and host not in LOCAL:
-        problem = "tools are called for clients of this machine alone"
-        fix = "leave out --host, or --tools and --environment"
-        raise UserError(problem, where=f"--host {host}", fix=fix, code=2)
-    if media_folder is not None and not media_folder.is_dir():
-        problem = "there is no such folder"
-        fix = "name the folder of the images that requests may name"
-        where = f"--allowed-local-media-path {media_folder}"
-        raise UserError(problem, where=where, fix=fix, code=2)
-    if not math.isfinite(seconds):
-        problem = f"--max-seconds is {seconds}"
-        fix = "pass a number of seconds"
-        raise UserError(problem, where="--max-seconds", fix=fix, code=2)
+    _refuse_settings(host, episodes, media_folder, seconds)
     with bound(host, port) as listener, ExitStack() as stack, text_flags():
         use = chosen_use(devices, quantize)
         from bloomery.serve.limits import SEEING_BODY, Limits
@@ -194,50 +187,84 @@ def command(
             )
             for folder, name, checkpoint in sources
         ]
+        _print_models(served_models, adapter_folders)
 
-        # A request chooses its model by name.
-        names = [model.name for model in served_models] + list(adapter_paths)
-        if len(set(names)) < len(names):
-            problem = "two models have one name"
-            raise UserError(problem, where=", ".join(names), fix="rename a folder", code=2)
-        echo("models     " + ", ".join(names), err=True)
-        seeing_names = [model.name for model in served_models if model.intake is not None]
-        if seeing_names:
-            echo("images     " + ", ".join(seeing_names), err=True)
+        # An image is larger than any text.
         if body_bytes is None:
-            body_bytes = SEEING_BODY if seeing_names else limits.body_bytes
-        limits = replace(limits, body_bytes=body_bytes)
-        server_tools = None
-        if episodes is not None:
-            from bloomery.serve.server_tools import ServerTools
-
-            server_tools = ServerTools(episodes, served_models, most=slots)
-            stack.callback(server_tools.close)
-            names = [tool["function"]["name"] for tool in server_tools.schemas]
-            echo(f"tools      {', '.join(names)}  (called by this server)", err=True)
-            for note in server_tools.notes:
-                echo(f"warning    {note}", err=True)
-
-        def announce(url: str) -> None:
-            echo(f"serving    {url}  (API: {url}v1, Ctrl+C ends it)", err=True)
-            if (others := url_for_others(url, host)) is not None:
-                echo(f"others     {others}  (from another machine)", err=True)
-
-        set_defaults = {
-            name: value for name, value in finite(defaults).items() if value is not None
-        }
+            sees = any(model.intake is not None for model in served_models)
+            body_bytes = SEEING_BODY if sees else limits.body_bytes
         serve(
             served_models,
-            limits,
+            replace(limits, body_bytes=body_bytes),
             listener,
             host=host,
             token=token,
-            on_ready=announce,
+            on_ready=partial(_announce, host),
             show=open_browser,
             defaults=set_defaults,
-            tools=server_tools,
+            tools=_server_tools(episodes, served_models, stack, most=slots),
         )
     echo("stopped", err=True)
+
+
+def _refuse_settings(
+    host: str, episodes: "EpisodesPlan | None", media_folder: Path | None, seconds: float
+) -> None:
+    """Raises UserError (code 2) for tools that other machines could call, for a folder of images that is not there, and
+    for seconds without an end.
+    """
+    from bloomery.serve.address import LOCAL
+
+    if episodes is not None and host not in LOCAL:
+        problem = "tools are called for clients of this machine alone"
+        fix = "leave out --host, or --tools and --environment"
+        raise UserError(problem, where=f"--host {host}", fix=fix, code=2)
+    if media_folder is not None and not media_folder.is_dir():
+        problem = "there is no such folder"
+        fix = "name the folder of the images that requests may name"
+        where = f"--allowed-local-media-path {media_folder}"
+        raise UserError(problem, where=where, fix=fix, code=2)
+    if not math.isfinite(seconds):
+        problem = f"--max-seconds is {seconds}"
+        fix = "pass a number of seconds"
+        raise UserError(problem, where="--max-seconds", fix=fix, code=2)
+
+
+def _print_models(models: "Sequence[Served]", adapters: Iterable[str]) -> None:
+    """The names by which requests choose. Raises UserError (code 2) where two are one."""
+    names = [*(model.name for model in models), *adapters]
+    if len(set(names)) < len(names):
+        problem = "two models have one name"
+        raise UserError(problem, where=", ".join(names), fix="rename a folder", code=2)
+    echo("models     " + ", ".join(names), err=True)
+    seeing_names = [model.name for model in models if model.intake is not None]
+    if seeing_names:
+        echo("images     " + ", ".join(seeing_names), err=True)
+
+
+def _server_tools(
+    episodes: "EpisodesPlan | None", models: "Sequence[Served]", stack: ExitStack, *, most: int
+) -> "ServerTools | None":
+    """Tools that the server calls itself, which `stack` closes; `most` requests use them at once. Raises UserError."""
+    if episodes is None:
+        return None
+    from bloomery.serve.server_tools import ServerTools
+
+    tools = ServerTools(episodes, models, most=most)
+    stack.callback(tools.close)
+    names = [tool["function"]["name"] for tool in tools.schemas]
+    echo(f"tools      {', '.join(names)}  (called by this server)", err=True)
+    for note in tools.notes:
+        echo(f"warning    {note}", err=True)
+    return tools
+
+
+def _announce(host: str, url: str) -> None:
+    from bloomery.serve.address import url_for_others
+
+    echo(f"serving    {url}  (API: {url}v1, Ctrl+C ends it)", err=True)
+    if (others := url_for_others(url, host)) is not None:
+        echo(f"others     {others}  (from another machine)", err=True)
 
 
 def _parse_model(model: str, step: str) -> tuple[Path, str, str]:
@@ -249,6 +276,14 @@ def _parse_model(model: str, step: str) -> tuple[Path, str, str]:
         return folder, f"{folder.resolve().name}@{checkpoint}", checkpoint
     folder = model_path(model)
     return folder, folder.resolve().name, step
+
+
+def _adapter_folders(adapters: Sequence[str], *, num_models: int) -> dict[str, Path]:
+    """The folder of each adapter by its name. Raises UserError, with code 2 for adapters of several models."""
+    places = dict(_parse_adapter(adapter) for adapter in adapters)
+    if places and num_models > 1:
+        raise UserError("adapters need one base", where="--adapter", fix="name one MODEL", code=2)
+    return {name: model_path(place) for name, place in places.items()}
 
 
 def _parse_adapter(argument: str) -> tuple[str, str]:

@@ -1,7 +1,7 @@
 """Files of answers that become a dataset: rows as training reads them, in a file that a killed command continues."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import SEEK_END
 from itertools import islice
@@ -49,17 +49,19 @@ def shard_of(text: str) -> Shard:
     )
 
 
-def training_row(example: Example, answer: str) -> Json:
-    """A row of a dataset: messages that end with the answer, or of a text its prompt and completion.
+def refuse_pictures(examples: Iterable[Example]) -> None:
+    """Raises UserError for a prompt with pictures, which no row of such a file has."""
+    for example in examples:
+        if num_pictures(example):
+            raise UserError(
+                "not supported yet: answers to pictures as a dataset",
+                where=example.source,
+                fix="print them with --jsonl in place of --out",
+            )
 
-    Raises UserError for a prompt with pictures.
-    """
-    if num_pictures(example):
-        raise UserError(
-            "not supported yet: answers to pictures as a dataset",
-            where=example.source,
-            fix="print them with --jsonl in place of --out",
-        )
+
+def training_row(example: Example, answer: str) -> Json:
+    """A row of a dataset: messages that end with the answer, or of a text its prompt and completion."""
     if isinstance(example.prompt, str):
         return {"prompt": example.prompt, "completion": answer}
     turns = [
