@@ -178,6 +178,49 @@ if tools and loop.first %}{{ tools | tojson }}\n{% endif %}
 {{- ", " if not loop.last }}{% endfor %}]{% else %}{{ m.content }}{% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"""
 
+# As the encoding that DeepSeek publishes as a program for V3.2, without thoughts.
+DSML_TEMPLATE = """{{ bos_token }}{% if tools %}## Tools{{ "\\n\\n" }}<functions>
+{%- for t in tools %}{{ "\\n" + t.function | tojson }}{% endfor %}{{ "\\n" }}</functions>{{ "\\n" }}{% endif %}
+{%- for m in messages %}
+{%- if m.role == "user" %}<｜User｜>{{ m.content }}<｜Assistant｜></think>
+{%- elif m.role == "tool" %}
+{{- "\\n\\n<function_results>" if messages[loop.index0 - 1].role != "tool" }}
+{{- "\\n<result>" + m.content + "</result>" }}
+{{- "\\n</function_results>\\n\\n</think>" if loop.last or messages[loop.index0 + 1].role != "tool" }}
+{%- else %}{{ m.content or "" }}
+{%- if m.tool_calls %}{{ "\\n\\n<｜DSML｜function_calls>\\n" }}
+{%- for c in m.tool_calls %}<｜DSML｜invoke name="{{ c.function.name }}">{{ "\\n" }}
+{%- for k, v in c.function.arguments.items() -%}
+<｜DSML｜parameter name="{{ k }}" string="{{ "true" if v is string else "false" }}">
+{{- v if v is string else v | tojson }}</｜DSML｜parameter>{{ "\\n" }}
+{%- endfor %}{{ "\\n" if not c.function.arguments }}</｜DSML｜invoke>{{ "\\n" }}
+{%- endfor %}</｜DSML｜function_calls>{% endif %}<｜end▁of▁sentence｜>
+{%- endif %}{% endfor %}"""
+DSML_4_TEMPLATE = DSML_TEMPLATE.replace("function_calls>", "tool_calls>")
+# As Command R7B's and Command A's: ids are numbers that the template counts.
+COHERE_TEMPLATE = """{{ bos_token }}{% if tools %}<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>{{
+tools | tojson }}<|END_OF_TURN_TOKEN|>{% endif %}
+{%- set count = namespace(calls=0, results=0) %}
+{%- for m in messages %}
+{%- if m.role == "user" %}<|START_OF_TURN_TOKEN|><|USER_TOKEN|>{{ m.content }}<|END_OF_TURN_TOKEN|>
+{%- elif m.role == "tool" %}
+{%- if messages[loop.index0 - 1].role != "tool" %}
+{{- "<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|><|START_TOOL_RESULT|>[\\n" }}
+{%- endif %}
+{{- '    {"tool_call_id": "' ~ count.results ~ '", "results": {"0": ' ~ m.content | tojson }}}, "is_error": null}
+{%- set count.results = count.results + 1 %}
+{{- "\\n]<|END_TOOL_RESULT|><|END_OF_TURN_TOKEN|>" if loop.last or messages[loop.index0 + 1].role != "tool"
+else ",\\n" }}
+{%- else %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>
+{%- if m.tool_calls %}{{ "<|START_ACTION|>[\\n" }}
+{%- for c in m.tool_calls %}
+{{- '    {"tool_call_id": "' ~ count.calls ~ '", "tool_name": "' ~ c.function.name ~ '", "parameters": ' }}
+{{- c.function.arguments | tojson }}}{{ "\\n" if loop.last else ",\\n" }}
+{%- set count.calls = count.calls + 1 %}{% endfor %}]<|END_ACTION|>
+{%- else %}<|START_RESPONSE|>{{ m.content }}<|END_RESPONSE|>{% endif %}<|END_OF_TURN_TOKEN|>
+{%- endif %}{% endfor %}
+{%- if add_generation_prompt %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{% endif %}"""
+
 
 @dataclass(frozen=True)
 class OtherForm:
@@ -196,6 +239,15 @@ _DEEPSEEK_MARKS += (
     "<｜end▁of▁sentence｜>",
     "<｜User｜>",
 )
+_DSML_CALL = """\n\n<｜DSML｜function_calls>
+<｜DSML｜invoke name="add">
+<｜DSML｜parameter name="a" string="false">%s</｜DSML｜parameter>
+<｜DSML｜parameter name="b" string="false">%s</｜DSML｜parameter>
+</｜DSML｜invoke>
+</｜DSML｜function_calls>"""
+_DSML_MARKS = ("｜DSML｜", "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>")
+_COHERE_MARKS = ("<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|CHATBOT_TOKEN|>")
+_COHERE_MARKS += ("<|START_ACTION|>", "<|END_ACTION|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>")
 _KIMI_MARKS = (
     "<|tool_calls_section_begin|>",
     "<|tool_call_begin|>",
@@ -244,6 +296,22 @@ OTHER_FORMS = {
         '{"a": %s, "b": %s}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
         "<｜end▁of▁sentence｜>",
         _DEEPSEEK_MARKS,
+    ),
+    "DeepSeek V3.2": OtherForm(
+        DSML_TEMPLATE, _DSML_CALL, "<｜end▁of▁sentence｜>", _DSML_MARKS
+    ),
+    "DeepSeek V4": OtherForm(
+        DSML_4_TEMPLATE,
+        _DSML_CALL.replace("function_calls", "tool_calls"),
+        "<｜end▁of▁sentence｜>",
+        _DSML_MARKS,
+    ),
+    "Cohere Command R7B and A": OtherForm(
+        COHERE_TEMPLATE,
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "add", "parameters": {"a": %s, "b": %s}}\n]'
+        "<|END_ACTION|>",
+        "<|END_OF_TURN_TOKEN|>",
+        _COHERE_MARKS,
     ),
     "Kimi K2": OtherForm(
         KIMI_TEMPLATE,

@@ -14,6 +14,7 @@ from test_serve import client_of, post
 from test_tools import HERMES, WEATHER, check_weather
 
 from bloomery.data.chat.thoughts import (
+    COHERE_ANSWER,
     FORMATS,
     ThoughtFormat,
     has_thought,
@@ -202,3 +203,13 @@ class TestEndpoints:
         assert thinking["thinking"] and isinstance(json.loads(text["text"])["ok"], bool)
         again = [*TURNS, {"role": "assistant", "content": answer["content"]}, *TURNS]
         assert post(server, "/v1/messages", {"messages": again, "max_tokens": 1})[0] == 200
+
+
+@pytest.mark.parametrize("cut", [1, 3, 1000])
+def test_markup_around_an_answer_is_no_part_of_it(cut: int) -> None:
+    """Of Cohere's templates, with a thought before it, and without tools."""
+    thoughts = ThoughtFormat("<|START_THINKING|>", "<|END_THINKING|>")
+    form = AnswerForm(None, thoughts, around=COHERE_ANSWER)
+    text = "<|START_THINKING|>I say so.<|END_THINKING|><|START_RESPONSE|>So <|it is|> <|END_RESP<|END_RESPONSE|>"
+    assert read(form, text, cut) == ("I say so.", "So <|it is|> <|END_RESP", 0)
+    assert read(form, "plain <|START_", cut) == ("", "plain <|START_", 0)

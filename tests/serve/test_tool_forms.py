@@ -14,10 +14,12 @@ from test_tools import LONG, TYPED, WEATHER, calls_of, check_weather
 
 from bloomery.core.errors import UserError
 from bloomery.data.chat.channels import ChannelParser
-from bloomery.data.chat.render import chat_format
+from bloomery.data.chat.render import Renderer, chat_format
 from bloomery.data.chat.thoughts import without_thought
 from bloomery.data.chat.tool_forms import FORMS, ToolFormat, call_ends, tool_format
 from bloomery.data.chat.tools import calls_in, parser_of
+from bloomery.data.chat.turns import Turns
+from bloomery.data.examples import Message
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.infer.decode import sample_tokens
 from bloomery.infer.grammar import JsonGrammars
@@ -122,7 +124,7 @@ def test_a_call_that_begins_in_free_text_follows_its_schema(tmp_path: Path, name
         form = model.tools
         rules = AnswerRules([WEATHER], parallel=True, thought=model.thoughts)
         grammar = model.answer_text(rules)
-        written = form.written("weather", {}, whole=False, id_="a1b2c3d4e")
+        written = form.written("weather", {}, whole=False, id_="0")
         begun = written.partition("weather")[0]
         ids = model.tokenizer.encode(begun, special=True)
         for token in ids:
@@ -164,7 +166,7 @@ GOOD = {"text": 'a, b: {"c"}', "n": -3, "on": True, "many": ["x", {"y": None, "z
 @pytest.mark.parametrize("name", [name for name in FORMS if name != "gpt-oss"])
 def test_what_a_template_writes_is_read_however_it_arrives(name: str, cut: int) -> None:
     for form in FORMS[name]:
-        first = form.written("f", GOOD, id_="a1b2c3d4e" if not form.id_head else "0")
+        first = form.written("f", GOOD, id_="0" if form.id_head or form.is_numbered else "a1b2c3d4e")
         content, _, calls = read(form, ("" if not form.opening else "So:\n") + first, cut)
         assert content == ("So:" if form.opening else "")
         assert [(name, json.loads(arguments)) for name, arguments in calls] == [("f", GOOD)]
@@ -195,6 +197,44 @@ def test_what_a_template_writes_is_read_however_it_arrives(name: str, cut: int) 
             "a",
             [("f", {}), ("g", {"a": 1})],
         ),
+        (
+            "DeepSeek V3.2",
+            'So:\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n\n</｜DSML｜invoke>\n'
+            '<｜DSML｜invoke name="g">\n'
+            '<｜DSML｜parameter name="n" string="true">12</｜DSML｜parameter>\n'
+            '<｜DSML｜parameter name="text" string="false">["a", {"b": null}]</｜DSML｜parameter>\n'
+            '<｜DSML｜parameter name="many" string="true">a < "b"\n</x></｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+            "</｜DSML｜function_calls>",
+            "So:",
+            [("f", {}), ("g", {"n": "12", "text": ["a", {"b": None}], "many": 'a < "b"\n</x>'})],
+        ),
+        # The attribute is missing, unknown, or does not fit its value.
+        (
+            "DeepSeek V4",
+            '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="text">1</｜DSML｜parameter>\n'
+            '<｜DSML｜parameter name="n" string="maybe">2</｜DSML｜parameter>\n'
+            '<｜DSML｜parameter name="on" string="false">perhaps</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+            "</｜DSML｜tool_calls>",
+            "",
+            [("f", {"text": "1", "n": 2, "on": "perhaps"})],
+        ),
+        # As in the tests of transformers, with a thought that another parser has taken off.
+        (
+            "Cohere Command R7B and A",
+            '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "simple_tool", "parameters": '
+            '{"temperature_format": "Celsius"}}\n]<|END_ACTION|>',
+            "",
+            [("simple_tool", {"temperature_format": "Celsius"})],
+        ),
+        # Two calls, of which the second has no id.
+        (
+            "Cohere Command R7B and A",
+            '<|START_RESPONSE|>So:<|END_RESPONSE|><|START_ACTION|>[{"tool_call_id": "3", "tool_name": "f", '
+            '"parameters": {"a": "]<|END_ACTION|>"}}, {"tool_name": "g", "parameters": {}}]<|END_ACTION|>',
+            "So:",
+            [("f", {"a": "]<|END_ACTION|>"}), ("g", {})],
+        ),
+        ("Cohere Command R7B and A", "<|START_RESPONSE|>a <b<|END_RESPONSE|>", "a <b", []),
         (
             "Kimi K2",
             "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
@@ -360,3 +400,97 @@ def test_an_answer_of_channels_is_judged_without_its_thought(
     answer: str, spoken: str | None
 ) -> None:
     assert without_thought(answer, FORM["gpt-oss"].channels, inside=False) == spoken
+
+
+# Expected values: the messages below through the program that DeepSeek publishes for V3.2 (`encode_messages` without
+# thoughts), and through Cohere's published template of Command R7B.
+def test_results_are_written_as_the_published_formats_have_them(tmp_path: Path) -> None:
+    calls = [("f", {"a": 1, "b": "x"}), ("g", {})]
+    expected = {
+        "DeepSeek V3.2": "<｜User｜>q<｜Assistant｜></think>so\n\n<｜DSML｜function_calls>\n"
+        '<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="b" string="true">x</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        '<｜DSML｜invoke name="g">\n\n</｜DSML｜invoke>\n</｜DSML｜function_calls><｜end▁of▁sentence｜>'
+        "\n\n<function_results>\n<result>r1</result>\n<result>r2</result>\n</function_results>\n\n</think>",
+        "Cohere Command R7B and A": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": '
+        '{"a": 1, "b": "x"}},\n    {"tool_call_id": "1", "tool_name": "g", "parameters": {}}\n]<|END_ACTION|>'
+        "<|END_OF_TURN_TOKEN|>",
+    }
+    for name, text in expected.items():
+        tokenizer = load_tokenizer(chat_model(tmp_path / name.replace(" ", ""), name))
+        template = tmp_path / "chat.jinja"
+        template.write_text(OTHER_FORMS[name].template)
+        turns = [
+            Message("user", "q"),
+            Message(
+                "assistant",
+                "so",
+                calls=tuple(
+                    {"id": f"c{n}", "type": "function", "function": {"name": f, "arguments": a}}
+                    for n, (f, a) in enumerate(calls)
+                ),
+            ),
+            Message("tool", "r1", name="f", call_id="c0"),
+            Message("tool", "r2", name="g", call_id="c1"),
+        ]
+        with chat_format(tokenizer, str(template)) as form:
+            assert form.render is not None
+            rendered = form.render(turns, (WEATHER,))
+        assert text in rendered
+        answer = text.partition("</think>")[2] or text
+        answer = answer.partition("<｜end▁of")[0].removesuffix("<|END_OF_TURN_TOKEN|>")
+        content, found = calls_in(answer, FORM[name])
+        assert [(call.name, json.loads(call.arguments)) for call in found] == calls
+        assert content == ("so" if "DSML" in text else "")
+
+
+def test_calls_of_later_turns_are_numbered_on(tmp_path: Path) -> None:
+    """Cohere's template counts calls over the conversation: a result names the number of its call."""
+    name = "Cohere Command R7B and A"
+    tokenizer = load_tokenizer(chat_model(tmp_path, name))
+    tokenizer.config["chat_template"] = OTHER_FORMS[name].template
+    with Renderer(tokenizer, template=None, train_on="assistant") as renderer:
+        turns = Turns(renderer, tokenizer, [WEATHER])
+        end = tokenizer.id_of("<|END_OF_TURN_TOKEN|>")
+        text = '<|START_ACTION|>[{"tool_call_id": "2", "tool_name": "weather", "parameters": {}}]<|END_ACTION|>'
+        _, calls = turns.read_text(text)
+        for num_earlier in (0, 2):
+            given = tokenizer.decode(turns.given(calls, ["warm"], end, num_earlier=num_earlier))
+            assert f'{{"tool_call_id": "{num_earlier}", "results": {{"0": "warm"}}' in given
+            assert given.endswith("<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>")
+
+
+@pytest.mark.parametrize("name", ["DeepSeek V3.2", "DeepSeek V4"])
+def test_a_grammar_names_the_type_of_each_value(tmp_path: Path, name: str) -> None:
+    tokenizer = load_tokenizer(chat_model(tmp_path, name))
+    form = FORM[name]
+    end = tokenizer.id_of("<｜end▁of▁sentence｜>")
+    parameters = {**TYPED["function"]["parameters"], "additionalProperties": False}
+    parameters["properties"] = {**parameters["properties"], "unit": {"enum": ["C", 1]}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    grammar = answer_grammar(
+        AnswerRules([tool], required=True, parallel=True), form, tokenizer, [end]
+    )
+
+    def is_taken(text: str) -> bool:
+        follow = grammars.follow(grammar)
+        for token in (*tokenizer.encode(text, special=True), end):
+            if follow.masked(torch.zeros(tokenizer.vocab_size))[token] != 0:
+                return False
+            follow.take(token)
+        return True
+
+    good = ({"text": 'a < "b"\n{}', "n": 3, "on": True, "many": ["x"], "unit": "C"}, {"unit": 1}, {})
+    bad = ({"n": "three"}, {"on": "yes"}, {"many": {}}, {"other": 1}, {"unit": "K"})
+    with closing(JsonGrammars(tokenizer, tokenizer.vocab_size, [end])) as grammars:
+        for arguments in good:
+            written = form.written("f", arguments)
+            assert is_taken(written), arguments
+            assert json.loads(calls_in(written, form)[1][0].arguments) == arguments
+            assert not arguments or not is_taken(
+                written.replace('string="true"', 'string="?"').replace(
+                    'string="false"', 'string="true"'
+                )
+            )
+        for arguments in bad:
+            assert not is_taken(form.written("f", arguments)), arguments

@@ -169,7 +169,8 @@ class Session:
         from bloomery.infer.decode import sample_tokens
         from bloomery.infer.text import OutputText
 
-        tools.begin_answer(ids)
+        num_earlier = sum(len(message.calls) for message in self.history)
+        tools.begin_answer(ids, num_earlier=num_earlier)
         next_ids: list[int] | None = ids
         num_shown = 0
         try:

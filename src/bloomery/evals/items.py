@@ -17,6 +17,7 @@ from bloomery.data.chat.channels import Channels, channels_of
 from bloomery.data.chat.render import chat_format
 from bloomery.data.chat.thoughts import (
     ThoughtFormat,
+    answer_marks,
     is_thinking,
     thought_format,
     without_thought,
@@ -183,9 +184,11 @@ class Asker:
         stops: tuple[str, ...],
         stop_ids: tuple[int, ...],
         thoughts: ThoughtFormat | Channels | None = None,
+        around: Sequence[str] = (),
     ) -> None:
-        """`thoughts`: how the chat template marks them."""
+        """`thoughts`: how the chat template marks them; `around`: what it writes around an answer."""
         self.thoughts = thoughts
+        self.around = around
         self.is_thinking = False
         self.tokenizer = tokenizer
         self.settings = settings
@@ -275,6 +278,7 @@ def asking(
             (*settings.stop, *form.stop_strings),
             form.stop_ids,
             thoughts,
+            answer_marks(template),
         )
         if thoughts is not None:
             # Does the template begin the thought of every answer?
@@ -353,6 +357,8 @@ def _match(decoder: Decoder, asker: Asker, items: Sequence[Item]) -> TaskScores:
     num_unfinished = 0
     for item, completion in zip(items, completions, strict=True):
         spoken = without_thought(completion, asker.thoughts, inside=asker.is_thinking)
+        for mark in asker.around:
+            spoken = None if spoken is None else spoken.replace(mark, "").strip()
         num_unfinished += spoken is None
         answer = None if spoken is None else extracted(spoken, settings.extract)
         accepted = [output.strip() for output in item.answers]

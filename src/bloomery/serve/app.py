@@ -29,7 +29,7 @@ from starlette.types import ASGIApp
 
 from bloomery.core import look
 from bloomery.core.errors import UserError
-from bloomery.data.chat.thoughts import has_thought, is_thinking
+from bloomery.data.chat.thoughts import answer_marks, has_thought, is_thinking
 from bloomery.data.examples import Message
 from bloomery.infer.grammar import JsonText
 from bloomery.infer.sampling import Sampling, known_ids
@@ -373,7 +373,8 @@ class Server:
         thoughts = model.thoughts
         if has_thought(end, thoughts):
             thoughts = None
-        form = AnswerForm(tools, thoughts, is_thinking(end, thoughts), offered)
+        around = answer_marks(model.template)
+        form = AnswerForm(tools, thoughts, is_thinking(end, thoughts), offered, around)
         schema = schema_of(params)
         rules = None
         if params.callable_tools or schema is not None:

@@ -125,7 +125,8 @@ class ServedEpisode:
 
     def begin_answer(self, ids: Sequence[int], variables: Json) -> None:
         """`ids`: of the prompt; `variables`: of the chat template."""
-        self._episode.begin_answer(ids, variables)
+        num_earlier = sum(len(message.calls) for message in self.messages)
+        self._episode.begin_answer(ids, variables, num_earlier=num_earlier)
 
     async def run(self, call: Callable[[], Result]) -> Result:
         """What the call returns, in a thread. A request that has gone lets it end first."""

@@ -9,7 +9,7 @@ from typing import final
 
 from bloomery.data.chat.channels import ChannelParser, Channels
 from bloomery.data.chat.deltas import Delta
-from bloomery.data.chat.thoughts import ThoughtFormat
+from bloomery.data.chat.thoughts import ThoughtFormat, Unwrapped
 from bloomery.data.chat.tool_arguments import Json, held
 from bloomery.data.chat.tool_forms import ToolFormat
 from bloomery.data.chat.tools import ToolParser
@@ -82,8 +82,10 @@ class AnswerParser:
         *,
         inside: bool,
         offered: Sequence[Json] = (),
+        around: Sequence[str] = (),
     ) -> None:
-        """`offered`: the tools that a call may name."""
+        """`offered`: the tools that a call may name. `around`: markup around the answer."""
+        self._unwrapped = Unwrapped(around)
         self._tools = None if tools is None else ToolParser(tools, offered)
         self._thoughts = None if thoughts is None else ThoughtParser(thoughts, inside=inside)
         self._begun = False  # some of the answer after a thought was returned
@@ -101,7 +103,10 @@ class AnswerParser:
     def flush(self) -> list[Delta]:
         """What is left at the end."""
         deltas = [] if self._thoughts is None else self._split(*self._thoughts.flush())
-        return deltas + ([] if self._tools is None else self._tools.flush())
+        if self._tools is not None:
+            return deltas + self._tools.flush()
+        rest = self._unwrapped.flush()
+        return [*deltas, Delta(content=rest)] if rest else deltas
 
     def _split(self, thought: str, answer: str) -> list[Delta]:
         assert self._thoughts is not None
@@ -115,25 +120,33 @@ class AnswerParser:
     def _answer(self, piece: str) -> list[Delta]:
         if self._tools is not None:
             return self._tools.push(piece)
-        return [Delta(content=piece)] if piece else []
+        content = self._unwrapped.push(piece)
+        return [Delta(content=content)] if content else []
 
 
 @final
 @dataclass(frozen=True)
 class AnswerForm:
-    """How the text of an answer is read: its calls, its thought, whether the prompt has begun the thought, and the
-    tools that a call may name.
+    """How the text of an answer is read: its calls, its thought, whether the prompt has begun the thought, the tools
+    that a call may name, and the markup around the answer.
     """
 
     tools: ToolFormat | None = None
     thoughts: ThoughtFormat | Channels | None = None
     inside: bool = False
     offered: Sequence[Json] = ()
+    around: Sequence[str] = ()
 
     def parser(self) -> AnswerParser | ChannelParser:
         if isinstance(self.thoughts, Channels):
             return ChannelParser(self.thoughts)
-        return AnswerParser(self.tools, self.thoughts, inside=self.inside, offered=self.offered)
+        return AnswerParser(
+            self.tools,
+            self.thoughts,
+            inside=self.inside,
+            offered=self.offered,
+            around=self.around,
+        )
 
 
 def parsed_whole(form: AnswerForm, text: str) -> Sequence[Delta]:

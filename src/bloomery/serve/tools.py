@@ -5,14 +5,14 @@ The grammar lets a model write any text, but once it begins a call, name and arg
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import final
 
 from bloomery.core.errors import UserError
 from bloomery.data.chat.channels import Channels
 from bloomery.data.chat.thoughts import ThoughtFormat
-from bloomery.data.chat.tool_arguments import Json, Parameters, kinds_of, value_text
+from bloomery.data.chat.tool_arguments import Json, Parameters, kind_of, kinds_of, value_text
 from bloomery.data.chat.tool_forms import ID, ToolFormat
 from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.infer.grammar_trials import unsupported_schema
@@ -57,7 +57,7 @@ def answer_grammar(
     # Without a schema and an obligation the answer is any text, which may be a thought, too.
     if not rules.required and rules.schema is None:
         assert form is not None
-        return "\n".join([*lines, _free_text(form, _marker(form.opening, tokenizer))])
+        return "\n".join([*lines, _free_text(form, _markup(form.opening, tokenizer))])
     choices = ["calls"] if rules.tools else []
     choices += ["answer"] if rules.schema is not None and not rules.required else []
     lines.append("body: " + " | ".join(choices))
@@ -73,7 +73,7 @@ def answer_grammar(
 def _call_rules(
     rules: AnswerRules, form: ToolFormat, tokenizer: Tokenizer, ends: Sequence[int]
 ) -> list[str]:
-    opening = _marker(form.opening, tokenizer)
+    opening = _markup(form.opening, tokenizer)
     lines = list[str]()
     for number, tool in enumerate(rules.tools):
         function = tool["function"]
@@ -92,10 +92,11 @@ def _call_rules(
             lines += _ParameterRules(
                 form.parameters, schema, guidance, strict, tokenizer, ends
             ).lines(rule)
-        before, end = (_markup(mark, tokenizer) for mark in (form.name[0], form.end))
-        after = f" /{form.id_letters}/ ".join(
-            _markup(mark, tokenizer) for mark in form.name[1].split(ID)
+        before, after = (
+            f" /{form.id_letters}/ ".join(_markup(mark, tokenizer) for mark in part.split(ID))
+            for part in form.name
         )
+        end = _markup(form.end, tokenizer)
         lines.append(f"call_{number}: {before} {json.dumps(function['name'])} {after} {rule} {end}")
     if form.parameters is not None and form.parameters.has_bare_names:
         quote = _marker(form.parameters.quote, tokenizer)
@@ -182,12 +183,10 @@ class _ParameterRules:
         kind = self.schema.get("type", "object")
         if kind != "object" or not isinstance(properties, dict) or not isinstance(required, list):
             raise unsupported_schema("arguments are an object of properties, some of them required")
-        begin, middle = (
-            _markup(mark, self.tokenizer) for mark in (self.marks.before, self.marks.between)
-        )
+        begin = _markup(self.marks.before, self.tokenizer)
         lines, order = list[str](), list[tuple[str, bool]]()
         for place, (name, schema) in enumerate(properties.items()):
-            lines += self._value(f"{rule}_{place}", f"{begin} {json.dumps(name)} {middle}", schema)
+            lines += self._value(f"{rule}_{place}", f"{begin} {json.dumps(name)}", schema)
             order.append((f"{rule}_{place}", name in required))
         # Others are written where the schema asks for them, or says nothing of its arguments.
         further = self.schema.get("additionalProperties", not properties)
@@ -195,7 +194,7 @@ class _ParameterRules:
         separator = json.dumps(self.marks.separator)
         if further is not False:
             other = f"{rule}_other"
-            lines += self._value(other, f"{begin} /[A-Za-z0-9_.-]{{1,64}}/ {middle}", further)
+            lines += self._value(other, f"{begin} /[A-Za-z0-9_.-]{{1,64}}/", further)
             last = f"({separator} {other})*"
             lines.append(f"{rule}_begin_{len(order)}: ({other} {last})?")
         else:
@@ -211,34 +210,63 @@ class _ParameterRules:
             lines += [f"{rule}_begin_{place}: {begins}", f"{rule}_more_{place}: {goes_on}"]
         return [*lines, f"{rule}: {rule}_begin_0"]
 
-    def _value(self, rule: str, head: str, schema: object) -> list[str]:
-        """A parameter with its marks. A value that may be a string is any text up to the mark."""
+    def _value(self, rule: str, begin: str, schema: object) -> list[str]:
+        """A parameter with its marks. A value that may be a string is any text up to the mark.
+
+        `begin`: what stands up to the end of its name.
+        """
         described = schema if isinstance(schema, dict) else {}
         after = _markup(self.marks.after, self.tokenizer)
         allowed = [described["const"]] if "const" in described else described.get("enum")
         if allowed == []:
             raise unsupported_schema("an enum without values")
         if isinstance(allowed, list) and not self.marks.quote:
-            choices = " | ".join(json.dumps(value_text(value)) for value in allowed)
-            return [f"{rule}: {head} ({choices}) {after}"]
-        if self.marks.quote or "string" not in kinds_of(schema, self.schema):
-            definitions = {
-                key: self.schema[key] for key in ("$defs", "definitions") if key in self.schema
-            }
-            value = json.dumps({**definitions, **described, "x-guidance": self.guidance})
-            return [f"{rule}_json: %json {value}", f"{rule}: {head} {rule}_json {after}"]
+            choices = (
+                f"{self._head(begin, kind_of(value))} {json.dumps(value_text(value))}"
+                for value in allowed
+            )
+            return [f"{rule}: ({' | '.join(choices)}) {after}"]
+        kinds = kinds_of(schema, self.schema)
+        if self.marks.quote or "string" not in kinds:
+            return self._json(rule, begin, described, kinds)
         if self.strict and not _is_plain(described):
             raise unsupported_schema(
                 "a strict tool's rules of a text, which calls of this chat template write without quotes"
             )
+        if self.marks.kind_names and kinds != {"string"}:
+            # Where the type is named, what is no text is JSON.
+            others = kinds - {"string"}
+            of_others = {**described, "type": sorted(others)}
+            return [
+                *self._text(f"{rule}_string", begin),
+                *self._json(f"{rule}_other", begin, of_others, others),
+                f"{rule}: {rule}_string | {rule}_other",
+            ]
+        return self._text(rule, begin)
+
+    def _head(self, begin: str, kind: str) -> str:
+        return f"{begin} {_markup(self.marks.between_of(kind), self.tokenizer)}"
+
+    def _json(self, rule: str, begin: str, described: Json, kinds: Collection[str]) -> list[str]:
+        """A value that is JSON, of some types."""
+        definitions = {
+            key: self.schema[key] for key in ("$defs", "definitions") if key in self.schema
+        }
+        value = json.dumps({**definitions, **described, "x-guidance": self.guidance})
+        heads = dict.fromkeys(self._head(begin, kind) for kind in sorted(kinds))
+        after = _markup(self.marks.after, self.tokenizer)
+        return [f"{rule}_json: %json {value}", f"{rule}: ({' | '.join(heads)}) {rule}_json {after}"]
+
+    def _text(self, rule: str, begin: str) -> list[str]:
+        """A value that is any text."""
+        head = self._head(begin, "string")
         # Where the mark is a token, the white space before it is the model's to write.
         name = self.marks.after.strip()
-        mark = _marker(name, self.tokenizer)
-        space = ""
-        if mark.startswith("<["):
-            space = json.dumps(self.marks.after.partition(name)[2])
-        else:
+        mark = _markup(name, self.tokenizer)
+        space = json.dumps(self.marks.after.partition(name)[2])
+        if not _is_token(mark) and " <[" not in mark:
             mark = json.dumps(self.marks.after)
+            space = ""
         text = _text_up_to(f"{rule}_text", mark, self.ends)
         return [text, f"{rule}: {head} {rule}_text {space}"]
 
@@ -260,22 +288,32 @@ def _free_text(form: ToolFormat, opening: str) -> str:
     """Free text may hold every token but the one that opens a call."""
     if not form.opening:
         return f"start: TEXT? | calls\nTEXT: /[^\\{form.begins}](.|\\n)*/"
-    if opening.startswith("<["):
+    if _is_token(opening):
         return f"start: text | text calls\ntext: <[^{opening[2:-2]}]>*"
-    return f"start: TEXT | head begun\nhead[lazy]: /(.|\\n)*/ {opening}\nTEXT: /(.|\\n)*/"
+    return f"start: TEXT | head begun\n{_text_up_to('head', opening, ())}\nTEXT: /(.|\\n)*/"
 
 
 def _text_up_to(rule: str, closing: str, ends: Sequence[int]) -> str:
-    """Any text up to a mark, and the mark."""
-    if closing.startswith("<["):
+    """Any text up to a mark, and the mark, which may have tokens of its own."""
+    if _is_token(closing):
         excluded = ",".join([closing[2:-2], *map(str, ends)])
         return f"{rule}: <[^{excluded}]>* {closing}"
+    before, token, behind = closing.partition(" <[")
+    if token:
+        # No text holds a token: what stands in front of it is the end of the text.
+        end = re.escape(json.loads(before)).replace("/", "\\/")
+        return f"{rule}: /(.|\\n)*{end}/ <[{behind}"
     return f"{rule}[lazy]: /(.|\\n)*/ {closing}"
+
+
+def _is_token(markup: str) -> bool:
+    return re.fullmatch(r"<\[\d+\]>", markup) is not None
 
 
 def _markup(text: str, tokenizer: Tokenizer) -> str:
     """A text in which marks such as `[ARGS]` may be tokens."""
-    pieces = re.split(r"(</?[\w:]+>|<\|?\w+\|?>|<[|｜][^<>]*[|｜]>|\[[A-Z_]+\])", text)
+    marks = r"</?[\w:]+>|<\|?\w+\|?>|<[|｜][^<>]*[|｜]>|｜\w+｜|\[[A-Z_]+\]"
+    pieces = re.split(f"({marks})", text)
     parts = [
         _marker(piece, tokenizer) if place % 2 else json.dumps(piece)
         for place, piece in enumerate(pieces)

@@ -6,11 +6,12 @@ Both are read while they are written, and become the text of a JSON object, as O
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, final
 
 Json = dict[str, Any]
 KINDS = frozenset({"string", "integer", "number", "boolean", "null", "object", "array"})
+KIND = "{kind}"  # in what stands between a name and a value: where the type of the value is named
 _PYTHON = {
     "True": "true",
     "False": "false",
@@ -23,7 +24,8 @@ _PYTHON = {
 class Parameters:
     """Each argument as `before`, its name, `between`, its value and `after`, with `separator` between two of them.
 
-    Values are JSON; strings are as they are, or within `quote`.
+    Values are JSON; strings are as they are, or within `quote`. `kind_names`: of JSON's types, by which `between` says
+    in place of KIND what the value is.
     """
 
     before: str
@@ -31,12 +33,30 @@ class Parameters:
     after: str
     separator: str = ""
     quote: str = ""
+    kind_names: Mapping[str, str] = field(default_factory=dict)
 
     def written(self, arguments: Json) -> str:
         return self.separator.join(
-            f"{self.before}{name}{self.between}{self._value(value)}{self.after}"
+            f"{self.before}{name}{self.between_of(kind_of(value))}{self._value(value)}{self.after}"
             for name, value in arguments.items()
         )
+
+    def between_of(self, kind: str) -> str:
+        """What stands between a name and a value of one of JSON's types."""
+        return self.between.replace(KIND, self.kind_names.get(kind, ""))
+
+    def kinds_named(self, name: str) -> frozenset[str]:
+        """The types that a name says; none for an unknown name."""
+        return frozenset(kind for kind, known in self.kind_names.items() if known == name)
+
+    def between_pattern(self) -> str:
+        """An expression of what stands between: group `kind` is the name of the type, which a model may leave out."""
+        before_kind, kind, after_kind = self.between.partition(KIND)
+        if not kind:
+            return f"{loose(self.between)}(?P<kind>(?!))?"
+        named = f'{loose(before_kind)}(?P<kind>[^"<>\\n]*){loose(after_kind)}'
+        # Without the attribute its quotes are missing, too.
+        return f"(?:{named}|{loose(before_kind[:1] + after_kind[1:])})"
 
     def _value(self, value: object) -> str:
         if self.has_bare_names:
@@ -79,7 +99,7 @@ def _kinds(schema: object, root: Json, depth: int) -> frozenset[str]:
         kinds = frozenset([named] if isinstance(named, str) else map(str, named))
     allowed = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(allowed, list):
-        kinds &= frozenset(map(_kind, allowed))
+        kinds &= frozenset(map(kind_of, allowed))
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
             kinds &= frozenset[str]().union(
@@ -96,7 +116,8 @@ def _kinds(schema: object, root: Json, depth: int) -> frozenset[str]:
     return kinds
 
 
-def _kind(value: object) -> str:
+def kind_of(value: object) -> str:
+    """JSON's type of a value."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else "boolean"
     if isinstance(value, int | float):
@@ -111,7 +132,7 @@ def value_of(text: str, kinds: frozenset[str]) -> str:
     """A value as JSON. A string is written as it is, so quotes belong to it; a text that is no JSON is a string."""
     try:
         value = json.loads(_PYTHON.get(text.strip(), text))
-        kind = _kind(value)
+        kind = kind_of(value)
     except (ValueError, OverflowError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
     is_allowed = kind in kinds or (kind == "integer" and "number" in kinds)
@@ -171,11 +192,12 @@ class MarkedArguments:
         self._end = end
         self._closing = closing
         self._schema: Json = schema or {}
+        self._marks = marks
         self._mark = marks.before
         line = marks.between.endswith("\n")
         # One line break may stand before a value; more of them are the value's.
         self._name = re.compile(
-            f"{re.escape(marks.before)}([^<>\n]*?){loose(marks.between)}"
+            f"{re.escape(marks.before)}([^<>\n]*?){marks.between_pattern()}"
             + (r"[ \t]*(?:\n|(?=[^ \t\n]))" if line else "")
         )
         self._after = marks.after.strip()
@@ -209,7 +231,8 @@ class MarkedArguments:
         if match := self._name.match(rest):
             properties = self._schema.get("properties")
             known = properties.get(match[1]) if isinstance(properties, Mapping) else None
-            self._kinds = kinds_of(known, self._schema)
+            named = self._marks.kinds_named(match["kind"] or "")
+            self._kinds = named or kinds_of(known, self._schema)
             self._begun = False
             head = f"{opening or ', '}{json.dumps(match[1], ensure_ascii=False)}: "
             self._written += 1

@@ -11,7 +11,10 @@ from typing import final
 from bloomery.core.errors import UserError
 from bloomery.data.chat.channels import HARMONY, Channels
 from bloomery.data.chat.render import RenderTurns
+from bloomery.data.chat.thoughts import COHERE_ANSWER
 from bloomery.data.chat.tool_arguments import (
+    KIND,
+    KINDS,
     Arguments,
     BareArguments,
     Json,
@@ -52,8 +55,9 @@ class ToolFormat:
     Arguments are a JSON object, or `parameters`. `several`: one opening may hold several calls, in a list. `between`:
     what stands between two calls. Without an opening the whole answer is one call, or one list of calls. `id_letters`:
     an expression of the ids that the model writes, where `name` has ID; `id_head`: with the name, the beginning of the
-    id that clients see. `nine_letters`: of an id, for templates that refuse others. `channels`: the whole answer is
-    messages of channels, which calls are among.
+    id that clients see. `is_numbered`: these ids are numbers that the template counts over the conversation, whatever
+    ids its messages have. `nine_letters`: of an id, for templates that refuse others. `channels`: the whole answer is
+    messages of channels, which calls are among. `around`: markup around the text of an answer, which is none of it.
     """
 
     opening: str
@@ -67,6 +71,8 @@ class ToolFormat:
     nine_letters: bool = False
     id_letters: str = ""
     id_head: str = ""
+    is_numbered: bool = False
+    around: tuple[str, ...] = ()
     channels: Channels | None = None
 
     def written(self, name: str, arguments: Json, *, whole: bool = True, id_: str = "0") -> str:
@@ -103,13 +109,17 @@ class ToolFormat:
         return (self.before + self.name[0]).lstrip()[0]
 
     def head(self) -> re.Pattern[str]:
-        """Matches up to the arguments: group 1 is the name, and `id` the letters of the id."""
-        before = loose(self.name[0])
-        after = f"(?P<id>{self.id_letters})".join(map(loose, self.name[1].split(ID)))
+        """Matches up to the arguments: `name` is the name, and `id` the letters of the id."""
+        id_ = f"(?P<id>{self.id_letters})"
+        before = id_.join(map(loose, self.name[0].split(ID)))
+        if ID in self.name[0]:  # an object whose first entry it is, which a model may leave out
+            rest = self.name[0].partition(ID)[2].partition(", ")[2]
+            before = f"(?:{before}|{loose(self.name[0][0] + rest)})"
+        after = id_.join(map(loose, self.name[1].split(ID)))
         begins = r"\{"
         if self.parameters is not None:
             begins = r"\S" if self.parameters.quote else "<"
-        return re.compile(rf'[\s\[,]*{before}([^"<>\n]*?)\s*{after}\s*(?={begins})')
+        return re.compile(rf'[\s\[,]*{before}(?P<name>[^"<>\n]*?)\s*{after}\s*(?={begins})')
 
     def after(self) -> re.Pattern[str]:
         """Matches behind the arguments of a call of several: another call, or the end of the list (`closing`)."""
@@ -162,6 +172,32 @@ _GEMMA = ToolFormat(
     "<tool_call|>",
     Parameters("", ":", "", ",", quote='<|"|>'),
     between="",
+)
+_DSML = ToolFormat(
+    "<｜DSML｜function_calls>",
+    "\n",
+    ('<｜DSML｜invoke name="', '">\n'),
+    "</｜DSML｜invoke>",
+    "\n</｜DSML｜function_calls>",
+    Parameters(
+        '<｜DSML｜parameter name="',
+        f'" string="{KIND}">',
+        "</｜DSML｜parameter>\n",
+        kind_names={kind: "true" if kind == "string" else "false" for kind in sorted(KINDS)},
+    ),
+    several=True,
+)
+_COHERE = ToolFormat(
+    "<|START_ACTION|>",
+    "[\n    ",
+    (f'{{"tool_call_id": "{ID}", "tool_name": "', '", "parameters": '),
+    "}",
+    "\n]<|END_ACTION|>",
+    several=True,
+    between=",\n    ",
+    id_letters="[0-9]{1,4}",
+    is_numbered=True,
+    around=COHERE_ANSWER,
 )
 _PYTHON_LIST = ToolFormat(
     "",
@@ -232,6 +268,14 @@ FORMS = {
             end="\n```<｜tool▁call▁end｜>",
             between="\n",
         ),
+    ),
+    "DeepSeek V3.2": (_DSML,),
+    "DeepSeek V4": (
+        replace(_DSML, opening="<｜DSML｜tool_calls>", closing="\n</｜DSML｜tool_calls>"),
+    ),
+    "Cohere Command R7B and A": (
+        _COHERE,
+        replace(_COHERE, before="[", between=",", closing="]<|END_ACTION|>"),
     ),
     "Kimi K2": (
         ToolFormat(

@@ -2,11 +2,12 @@
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, final
 
 from bloomery.data.chat.channels import ChannelParser
 from bloomery.data.chat.deltas import Delta
+from bloomery.data.chat.thoughts import Unwrapped
 from bloomery.data.chat.tool_arguments import Arguments, Json, JsonArguments, held
 from bloomery.data.chat.tool_forms import ToolFormat
 
@@ -27,16 +28,27 @@ class ToolParser:
             "content" if form.opening else "head"
         )
         self._arguments: Arguments = JsonArguments()
+        self._unwrapped = Unwrapped(form.around)
         self._head = form.head()
         self._after = form.after()
 
     def push(self, piece: str) -> list[Delta]:
         """What is certain so far."""
         self._text += piece
-        return [delta for delta in iter(self._next, None) if delta != Delta()]
+        deltas = [self._plain(delta) for delta in iter(self._next, None)]
+        return [delta for delta in deltas if delta != Delta()]
 
     def flush(self) -> list[Delta]:
         """What is left at the end: text that began like a call, and was none."""
+        deltas = [self._plain(delta) for delta in self._rest()]
+        deltas.append(Delta(content=self._unwrapped.flush()))
+        return [delta for delta in deltas if delta != Delta()]
+
+    def _plain(self, delta: Delta) -> Delta:
+        """Without the markup around an answer."""
+        return replace(delta, content=self._unwrapped.push(delta.content))
+
+    def _rest(self) -> list[Delta]:
         text = self._text
         self._text = ""
         if self._state == "arguments":
@@ -80,9 +92,9 @@ class ToolParser:
             self._text = self._text[match.end() :]
             self._state = "arguments"
             self.calls += 1
-            name = match[1]
+            name = match["name"]
             self._arguments = self.form.arguments(self._schemas.get(name))
-            if self.form.id_letters:
+            if self.form.id_letters and not self.form.is_numbered:
                 id_ = self.form.id_written(name, match["id"])
             else:
                 id_ = self.form.id_of(secrets.token_hex(12))
@@ -160,7 +172,8 @@ def calls_in(
         content += delta.content
         if delta.name is not None:
             names.append(delta.name)
-            ids.append(delta.id if form.id_letters and delta.id else form.id_of(str(len(ids))))
+            writes_ids = form.id_letters and not form.is_numbered
+            ids.append(delta.id if writes_ids and delta.id else form.id_of(str(len(ids))))
             arguments.append("")
         elif delta.call is not None:
             arguments[delta.call] += delta.arguments

@@ -62,10 +62,13 @@ class Turns:
         results: Sequence[str],
         end_id: int,
         variables: Mapping[str, Any] | None = None,
+        *,
+        num_earlier: int = 0,
     ) -> list[int]:
         """The ids that follow an answer with these calls, which `end_id` ended, up to the header of the next one.
 
-        `variables`: of the template, besides messages and tools.
+        `variables`: of the template, besides messages and tools. `num_earlier`: calls of the conversation before these,
+        for a template that numbers them.
         """
         answer = _called(calls)
         of_tools = [
@@ -73,7 +76,11 @@ class Turns:
             for call, result in zip(calls, results, strict=True)
         ]
         end = self._tokenizer.spelled(end_id).decode()
-        turns = (Message("user", ""), answer)
+        turns: tuple[Message, ...] = (Message("user", ""), answer)
+        if num_earlier and self.form is not None and self.form.is_numbered:
+            earlier = [ToolCall("tool", "{}", f"earlier{number}") for number in range(num_earlier)]
+            results_before = (Message("tool", "", name="tool", call_id=call.id) for call in earlier)
+            turns = (turns[0], _called(earlier), *results_before, answer)
         return self._renderer.continued(turns, of_tools, self._tools, end, variables)
 
 

@@ -45,6 +45,7 @@ class RunningEpisode:
         self.given: list[list[int]] = []
         self.messages: list[dict[str, Any]] = []
         self.calls: list[ToolCall] = []  # of its last answer
+        self.num_earlier = 0  # calls in the conversation before those
         self.turns = self.num_calls = self.num_failed = 0
         self.reward: float | None = None
         self.metrics: Mapping[str, float] = {}
@@ -90,7 +91,10 @@ class RunningEpisode:
         self.num_failed += sum(result.failed for result in results)
         completion = self.completion
         texts = [result.text for result in results]
-        ids = turns.given(self.calls, texts, completion.ids[-1], variables)
+        ids = turns.given(
+            self.calls, texts, completion.ids[-1], variables, num_earlier=self.num_earlier
+        )
+        self.num_earlier += len(self.calls)
         if len(ids) >= room:
             return False
         self.messages += [
@@ -282,6 +286,7 @@ class EpisodeSampler:
                 written[place] = self._turns.prompt(messages)
             episode.prompt_ids = written[place]
             episode.opening = list(map(as_turn, messages))
+            episode.num_earlier = sum(len(message.calls) for message in messages)
             if self._room(episode, max_new_tokens) < 1:
                 raise UserError(
                     f"a prompt with its tools has {len(episode.prompt_ids):,} tokens: no room for an answer",

@@ -94,9 +94,19 @@ class LiveEpisode:
         """
         return self._tools.reset({NUMBER: (seed, row)})[NUMBER]
 
-    def begin_answer(self, ids: Sequence[int], variables: Mapping[str, Any] | None = None) -> None:
-        """The user has spoken: `ids` are what the model answers to, `variables` those of the chat template."""
+    def begin_answer(
+        self,
+        ids: Sequence[int],
+        variables: Mapping[str, Any] | None = None,
+        *,
+        num_earlier: int = 0,
+    ) -> None:
+        """The user has spoken: `ids` are what the model answers to, `variables` those of the chat template.
+
+        `num_earlier`: calls in the conversation so far.
+        """
         self._episode = RunningEpisode(NUMBER, Completion(0, 0), 0)
+        self._episode.num_earlier = num_earlier
         self._episode.prompt_ids = list(ids)
         self._variables = variables or {}
         self.history = []

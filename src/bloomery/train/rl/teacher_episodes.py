@@ -43,9 +43,10 @@ class TeacherEpisodes:
         messages: Sequence[Mapping[str, Any]],
         *,
         room: int,
+        num_earlier: int = 0,
     ) -> ReadCompletion:
         """At most `room` tokens of the teacher. `given`: from where to where tokens were not sampled; `messages`: the
-        answers with their results.
+        answers with their results. `num_earlier`: calls in the prompt.
 
         An answer that the teacher cannot read to its end is the last one that is compared: what follows it has no
         context that both have.
@@ -78,7 +79,8 @@ class TeacherEpisodes:
             # 2. What its calls were answered, and the header of the next answer.
             if is_last or not answer.is_read or end_id is None:
                 break
-            ids += self._turns.given(calls, results, end_id)
+            ids += self._turns.given(calls, results, end_id, num_earlier=num_earlier)
+            num_earlier += len(calls)
         last = spans[-1].other_end if spans else 0
         return ReadCompletion(tuple(ids[:last]), tuple(spans))
 

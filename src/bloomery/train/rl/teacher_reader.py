@@ -103,6 +103,12 @@ class TeacherReader(AbstractContextManager["TeacherReader"]):
             read = self._texts.read(sample.completion_ids, room=room)
         else:
             read = self._teacher_episodes.read(
-                sample.completion_ids, sample.given, completion.episode.messages, room=room
+                sample.completion_ids,
+                sample.given,
+                completion.episode.messages,
+                room=room,
+                num_earlier=sum(
+                    len(turn.get("tool_calls", ())) for turn in completion.episode.opening
+                ),
             )
         return replace(sample, teacher_completion=read)

@@ -138,6 +138,9 @@ def teacher_texts(
         )
     with chat_format(teacher, None) as form:
         end_id = next(iter(form.stop_ids), teacher.eos_id)
+    with chat_format(student, None) as form:
+        # Cohere's answers end with a token, and its turns with another: the first one is the end of an answer.
+        later_ids = form.stop_ids[1:]
     spaces = []
     for tokenizer, of_template in ((student, None), (teacher, variables)):
         with Renderer(
@@ -151,7 +154,7 @@ def teacher_texts(
     return TeacherTexts(
         student=student,
         teacher=teacher,
-        stop_ids=stop_ids,
+        stop_ids=[token for token in stop_ids if token not in later_ids],
         end_id=end_id,
         space=spaces[0],
         teacher_space=spaces[1],
