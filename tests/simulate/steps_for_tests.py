@@ -13,7 +13,7 @@ from bloomery.data.batch import Batch
 from bloomery.model.io.parameters import local
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.parallel.process_group import join
-from bloomery.plan.choices import teacher_of, teacher_streams, teacher_tokens
+from bloomery.plan.choices import teacher_of, teacher_place, teacher_streams, teacher_tokens
 from bloomery.plan.estimate.memory import tensor_bytes
 from bloomery.plan.estimate.mesh import ONE_DEVICE, MeshSplit, mesh_memory
 from bloomery.plan.estimate.stages import stage_bytes
@@ -112,6 +112,7 @@ def load_of(plan: RunPlan) -> StepShape:
         teacher=teacher_of(plan),
         teacher_stream=teacher_streams(plan),
         teacher_tokens=teacher_tokens(plan),
+        teacher_place=teacher_place(plan, aligns_texts=plan.aligns_texts),
     )
 
 

@@ -118,6 +118,20 @@ def test_of_a_teacher_that_streams_the_buffers_are_counted(tmp_path):
     assert bytes_of["off"] - bytes_of["layers"] > (LAYERS - 5) * layer_bytes
 
 
+def test_of_a_teacher_on_another_device_the_output_layer_is_counted(tmp_path):
+    plan = small_plan(micro_batches=2)
+    deep = replace(plan.model.config, num_layers=LAYERS)
+    write_model(model_state(fresh_decoder(deep, seed=0)), deep, tmp_path)
+    asked = Distill(kind="distill", teacher=str(tmp_path))
+    resident = of_objective(plan, asked)
+    train = resident.train.model_copy(update={"scoring_devices": 1})
+    scored = resident.model_copy(update={"train": train})
+    blocks = fresh_decoder(deep, seed=0).model.layers
+    of_layers = sum(parameter.nbytes for parameter in blocks.parameters())
+    assert simulated(resident) - simulated(scored) > 0.9 * of_layers
+    assert counted(scored) == pytest.approx(simulated(scored), rel=0.08)
+
+
 def test_a_teacher_of_another_tokenizer_and_stored_scores_are_simulated(tmp_path):
     plan = small_plan(micro_batches=2)
     write_model(model_state(fresh_decoder(plan.model.config, seed=0)), plan.model.config, tmp_path)

@@ -31,8 +31,10 @@ from bloomery.plan.gather import gather
 from bloomery.plan.resolve import resolve
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import load_recipe
+from bloomery.train import loop
+from bloomery.train.objectives import teacher
+from bloomery.train.objectives.objective import TEACHER_HIDDEN
 from bloomery.train.objectives.teacher import (
-    TEACHER_HIDDEN,
     TeacherPass,
     TeacherPlan,
     load_teacher,
@@ -40,6 +42,7 @@ from bloomery.train.objectives.teacher import (
 )
 from bloomery.train.rl.rollout import RolloutSample, pack
 from bloomery.train.scorers.process import LocalRanks, scoring_processes
+from bloomery.train.step import train_step
 from ranks import fields, losses, on_ranks, train
 
 SCORED = "parallel.scoring_devices=1"
@@ -162,8 +165,8 @@ def test_each_micro_batch_is_awaited_where_it_is_read(recipe, tmp_path):
     """In any order, with the bits of the pass in this process; answers that nobody reads are dropped."""
     plan = plan_with(recipe, *ALONE, SCORED)
     torch.set_num_threads(1)
-    teacher = load_teacher(TeacherPlan.of(plan))
-    expected = TeacherPass("float32", teacher)(teacher, micro_batches())
+    resident = load_teacher(TeacherPlan.of(plan))
+    expected = TeacherPass("float32", resident)(resident, micro_batches())
     with scoring_processes(plan, SINGLE_RANK, tmp_path) as scorers:
         assert scorers is not None
         scorers.with_teacher(micro_batches(), name=TEACHER_HIDDEN)
@@ -178,6 +181,39 @@ def test_the_rank_has_the_output_layer_alone(recipe):
     output = load_teacher_output(plan)
     assert torch.equal(output.lm_head.weight, load_teacher(plan).lm_head.weight)
     assert not output.lm_head.weight.requires_grad
+
+
+def test_after_out_of_memory_the_same_processes_score_smaller_micro_batches(
+    recipe, tmp_path, monkeypatch
+):
+    plan = plan_with(recipe, *ALONE, SCORED)
+    whole = train(plan, tmp_path / "whole")
+    steps = []
+
+    def failing(*arguments, **keys):
+        steps.append(children())
+        if len(steps) == 2:
+            raise torch.OutOfMemoryError("HIP out of memory. Tried to allocate 8.00 MiB")
+        return train_step(*arguments, **keys)
+
+    monkeypatch.setattr(loop, "train_step", failing)
+    teacher._load.cache_clear()
+    monkeypatch.setattr(teacher, "load_decoder", only_outputs(teacher.load_decoder))
+    events = train(plan, tmp_path / "recovered")
+    assert fields(events, "Recovered")
+    assert losses(events) == pytest.approx(losses(whole), rel=1e-5)
+    assert len(steps) == 4 and len(set().union(*steps)) == 1
+
+
+def only_outputs(load_decoder):
+    """In place of `load_decoder` in this process, where no layers of a teacher may be."""
+
+    def loaded(*arguments, **keys):
+        decoder = load_decoder(*arguments, **keys)
+        assert not len(decoder.model.layers)
+        return decoder
+
+    return loaded
 
 
 def children() -> set[int]:

@@ -47,6 +47,13 @@ def measure(
     and UserError for a damaged dataset or when no step is finite.
     """
     plan = RunPlan.model_validate(job["plan"])
+    if plan.train.scoring_devices:
+        raise UserError(
+            "not supported: measuring a step that another device scores",
+            where="parallel.scoring_devices",
+            fix="bench with parallel.scoring_devices=0",
+            code=2,
+        )
     set_up_process(plan.train, memory_limit=plan.memory.limit)
     if plan.train.device == "cpu":
         bound_memory(plan.memory.limit)

@@ -8,8 +8,9 @@ type of a device, the simulation hands in what that device has: operators of att
 (`simulate.kernels`), and the optimizer's `device_type`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, final
 
@@ -22,6 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from bloomery.data.batch import Batch
 from bloomery.facts.attention import FLASH_LIKE
 from bloomery.facts.config import Stage
+from bloomery.infer.forward import matmul_dtype
+from bloomery.model.configs import read_config
 from bloomery.model.decoder import Block, Decoder
 from bloomery.model.mixers.attention import Attention
 from bloomery.model.mixers.delta_net import GatedDeltaNet
@@ -42,9 +45,15 @@ from bloomery.simulate.streamed import FakeStream
 from bloomery.simulate.tracker import MemoryTracker
 from bloomery.simulate.traffic import TrafficCounter
 from bloomery.train.objectives.build import build_objective, with_text_structure
-from bloomery.train.objectives.teacher import TeacherPlan, meta_teacher
+from bloomery.train.objectives.objective import TEACHER_HIDDEN
+from bloomery.train.objectives.teacher import (
+    TeacherPlan,
+    loss_positions_of,
+    meta_teacher,
+)
 from bloomery.train.optim.average import average_of
 from bloomery.train.optim.build import build_optimizer
+from bloomery.train.scorers.client import ScoredTeacher, TeacherOutput
 from bloomery.train.state import empty_model
 from bloomery.train.step import LossScale, ModelAndOptimizer, train_step
 
@@ -94,6 +103,7 @@ def simulated_step(
             mesh=sharers,
             operators=score_operators(tracker, device_type),
             value_head=model_and_optimizer.model.value_head,
+            scored_teacher=_scored_teacher(plan, tracker),
         )
 
         def step(count: int) -> None:
@@ -243,6 +253,41 @@ def _load_teacher(tracker: MemoryTracker, plan: TeacherPlan) -> Decoder:
     tracker.call("weights", weights(teacher))
     _hand_in_norms(teacher, plan.device)
     return teacher
+
+
+@final
+@dataclass(frozen=True)
+class FakeScorers:
+    """Takes the place of scoring processes: the hidden states of a teacher so wide are made where they are read."""
+
+    width: int
+    dtype: torch.dtype
+
+    def with_teacher(self, batches: Sequence[Batch], *, name: str) -> list[Batch]:
+        return [self._completed(batch, name) for batch in batches]
+
+    def _completed(self, batch: Batch, name: str) -> Batch:
+        shape = batch.loss_mask.shape  # with a teacher of another tokenizer: a number per token
+        if name == TEACHER_HIDDEN:
+            shape = torch.Size([len(loss_positions_of(batch)), self.width])
+        return batch.with_extras(**{name: torch.empty(shape, dtype=self.dtype)})
+
+
+def _scored_teacher(plan: RunPlan, tracker: MemoryTracker) -> ScoredTeacher | None:
+    """None where the teacher is on the device, or there is none."""
+    if plan.train.scoring_devices == 0 or plan.objective.taught_by is None:
+        return None
+    teacher_plan = TeacherPlan.of(plan)
+
+    def load_output() -> TeacherOutput:
+        teacher = meta_teacher(teacher_plan)
+        tracker.call("weights", [teacher.lm_head.weight])
+        return TeacherOutput(teacher.lm_head, teacher.config.final_softcap)
+
+    dtype = torch.float32 if plan.aligns_texts else matmul_dtype(plan.train.precision)
+    return ScoredTeacher(
+        FakeScorers(read_config(teacher_plan.folder).hidden_size, dtype), load_output
+    )
 
 
 def _hand_in_norms(model: Decoder, device_type: str) -> None:

@@ -23,6 +23,7 @@ from bloomery.train.evaluation.answers import SamplePrompts
 from bloomery.train.objectives.objective import Objective
 from bloomery.train.requests import StepRequests
 from bloomery.train.run_clock import Timer, fraction_done
+from bloomery.train.scorers.client import Scorers
 from bloomery.train.state import TrainState
 
 
@@ -43,6 +44,7 @@ class RunContext:
     health_check: HealthCheck
     recorder: Recorder
     reference: Decoder | None = None  # a frozen copy of the start, where the objective needs one
+    scorers: Scorers | None = None  # the processes that score for this rank
     device: tuple[int, str] = (0, "")  # index and name of the accelerator
     last_eval_step: int | None = None
     best_due: bool = False  # this step has the lowest validation loss so far, and is not saved

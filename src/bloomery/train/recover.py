@@ -32,6 +32,7 @@ from bloomery.train.checkpoint.saver import Parts, newest_valid
 from bloomery.train.context import RunContext, follow_checkpoint
 from bloomery.train.failures import Diverged, KernelUnusable, OutOfMemory, Unsound
 from bloomery.train.objectives.build import build_objective
+from bloomery.train.objectives.teacher import scored_teacher_of
 from bloomery.train.process import out_of_memory
 from bloomery.train.state import TrainState, restore
 from bloomery.train.step import StepResult
@@ -250,6 +251,7 @@ def adopt_plan(context: RunContext, plan: RunPlan) -> None:
         mesh=context.mesh,
         value_head=context.model.value_head,
         reference=context.reference,
+        scored_teacher=scored_teacher_of(plan, context.scorers),
     )
     write_plan(plan, context.run_dir / "plan.json")
 

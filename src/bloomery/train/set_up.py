@@ -52,6 +52,7 @@ from bloomery.train.kernels import build_kernels, settle_tiles
 from bloomery.train.objectives.build import build_objective
 from bloomery.train.objectives.reference_files import ReferenceScoring, reference_files
 from bloomery.train.objectives.reference_model import build_reference_model
+from bloomery.train.objectives.teacher import scored_teacher_of
 from bloomery.train.process import (
     set_up_process,
     training_device,
@@ -108,7 +109,7 @@ def open_context(
             mesh=mesh,
             value_head=state.model.value_head,
             reference=reference_model,
-            scorers=scorers,
+            scored_teacher=scored_teacher_of(plan, scorers),
         ),
         reference=reference_model,
         source=source_of(
@@ -138,6 +139,7 @@ def open_context(
         stop=stop,
         stragglers=Stragglers(mesh.stages, mesh.hosts),
         timer=timer,
+        scorers=scorers,
     )
     announce(context, build_seconds=build_seconds)
     follow_checkpoint(context, resume_from)

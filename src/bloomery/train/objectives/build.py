@@ -34,11 +34,10 @@ from bloomery.train.objectives.stored_scores import TOP_IDS, TOP_LOGPS
 from bloomery.train.objectives.teacher import (
     TeacherPlan,
     load_teacher,
-    scored_teacher_of,
     teacher_of_rank,
 )
 from bloomery.train.rl.rollout import SPANS, TEACHER_SPANS
-from bloomery.train.scorers.client import Scorers
+from bloomery.train.scorers.client import ScoredTeacher
 
 
 def build_objective(
@@ -48,11 +47,11 @@ def build_objective(
     operators: ScoreOperators = SCORE_OPERATORS,
     value_head: nn.Linear | None = None,
     reference: Decoder | None = None,
-    scorers: Scorers | None = None,
+    scored_teacher: ScoredTeacher | None = None,
 ) -> Objective:
     """The plan's objective. `load_teacher`: of the model to distill. `value_head`: of the model that trains.
 
-    `reference`: the frozen copy of its start, where it has one. `scorers`: the processes that score for this rank.
+    `reference`: the frozen copy of its start, where it has one. `scored_teacher`: one in scoring processes.
     """
     score_settings = ScoreSettings(plan.model.score_chunk, operators=operators)
     together = plan.train.stream_micro_batches
@@ -79,7 +78,7 @@ def build_objective(
         partial(teacher_of_rank, plan, mesh, load_teacher),
         together,
         plan.aligns_texts,
-        scored_teacher_of(plan, scorers),
+        scored_teacher,
     )
     objective = _builder_of(plan.objective.spec)(inputs)
     if mesh.context > 1 and plan.objective.spec.numbers_texts:

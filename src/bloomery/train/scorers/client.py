@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import Any, Protocol, final
 from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
@@ -178,12 +178,19 @@ class TeacherOutput:
     final_softcap: float | None
 
 
+class TeacherScorers(Protocol):
+    """What completes micro-batches with the numbers of a teacher: `Scorers`, and a simulation in their place."""
+
+    def with_teacher(self, batches: Sequence[Batch], *, name: str) -> list[Batch]:
+        """As `Scorers.with_teacher`."""
+
+
 @final
 @dataclass(frozen=True)
 class ScoredTeacher:
     """A teacher in scoring processes. `load_output`: its output layer, which stays here."""
 
-    scorers: Scorers
+    scorers: TeacherScorers
     load_output: Callable[[], TeacherOutput]
 
 
@@ -195,7 +202,7 @@ class ScoredBefore:
     `name`: of the extra that it adds to micro-batches.
     """
 
-    scorers: Scorers
+    scorers: TeacherScorers
     name: str
 
     def __call__(self, model: Decoder, batches: Sequence[Batch]) -> list[Batch]:
