@@ -125,6 +125,23 @@ class Counter:
         return self.count / 10
 
 
+class OnlyOnce:
+    """The first one shows what a model is told; that of an episode fails, as one whose port is taken does."""
+
+    made = 0
+
+    def __init__(self):
+        type(self).made += 1
+        if self.made > 1:
+            raise OSError("the port is taken")
+
+    def reset(self, **row):
+        return None
+
+    def step(self, by: int):
+        """Count."""
+
+
 class NoReset:
     def step(self, by: int):
         """Count."""
@@ -207,6 +224,15 @@ def test_a_call_gives_text_or_what_is_wrong(file, written):
     expected, is_error = CALLS[written]
     assert failed == is_error and (expected in text if is_error else text == expected)
     assert not is_error or text.startswith('{"error": ')
+
+
+def test_an_environment_that_cannot_be_made_again_says_why(file):
+    with (
+        Tools(plan(file, environment="OnlyOnce")) as tools,
+        pytest.raises(UserError, match="cannot be made: OSError: the port is taken") as refused,
+    ):
+        tools.reset({0: (1, {})})
+    assert "__init__" in refused.value.fix
 
 
 def test_hostile_tools_end_their_own_episode_alone(file, tmp_path):

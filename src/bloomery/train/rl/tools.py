@@ -119,7 +119,8 @@ class Tools:
         for answer in answers:
             if "error" in answer:
                 problem = f"the environment cannot begin an episode: {answer['error']}"
-                raise self._failed(problem, "correct its reset, which takes the columns of a row")
+                fix = "correct its __init__, or its reset, which takes the columns of a row"
+                raise self._failed(problem, fix)
         texts = [answer["text"] for answer in answers]
         return {
             number: None if text is None else encodable(text)

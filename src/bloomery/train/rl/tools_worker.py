@@ -255,10 +255,9 @@ def _play(toolbox: Toolbox, connection: socket.socket, memory: int, worker: int)
                 message = json.loads(line)
                 if "seed" in message:
                     _seed(message["seed"])
-                    if toolbox.environment is not None:
-                        environment = toolbox.environment()
+                    environment, answer = _begun(toolbox, message["row"], message["seed"])
+                    if environment is not None:
                         tools = {**tools, **methods_of(environment)}
-                    answer = _reset(environment, message["row"], message["seed"])
                 elif "call" in message:
                     answer = list(called(tools, *message["call"]))
                 else:
@@ -278,10 +277,20 @@ def _seed(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
+def _begun(toolbox: Toolbox, row: Json, seed: int) -> tuple[Any, Json]:
+    """The environment of an episode, None without one, and `text`, which the last turn of the user ends with, or
+    `error`.
+    """
+    if toolbox.environment is None:
+        return None, {"text": None}
+    try:
+        environment = toolbox.environment()
+    except Exception as error:
+        return None, {"error": f"it cannot be made: {error_text(error)}"}
+    return environment, _reset(environment, row, seed)
+
+
 def _reset(environment: Any, row: Json, seed: int) -> Json:
-    """What begins an episode: `text`, which the last turn of the user ends with, or `error`."""
-    if environment is None:
-        return {"text": None}
     parameters = inspect.signature(environment.reset).parameters
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     given = {"seed": seed, **row}
