@@ -287,6 +287,16 @@ class Browser:
     def click(self, element: str, seconds: float = 60) -> None:
         self.press_mouse(*self.point(element, seconds))
 
+    def tap(self, element: str, seconds: float = 60) -> None:
+        """A finger on the middle of an element, where it is in sight."""
+        x, y = self.point(element, seconds)
+        self._call("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
+        self._call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+
+    def keep_downloads(self, folder: Path) -> None:
+        """What pages download from now on."""
+        self._call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(folder))
+
     def give(self, element: str, kind: str, **pictures: bytes) -> None:
         """An event of this kind (drop, dragover, paste) with PNG files, on an element."""
         self.give_files(

@@ -71,7 +71,7 @@ def test_curves_metrics_and_recipes_of_two_runs() -> None:
         from nicegui import ui
 
         await user.open("/compare?runs=one/%3Cb%3Etwo/absent&over=tokens")
-        await user.should_see("error: no run 'absent'")
+        await user.should_see("no run 'absent'")
         charts = [chart.options["series"] for chart in user.find(ui.echart).elements]
         losses = next(lines for lines in charts if lines and lines[0]["data"][0][1] > 7)
         assert {line["name"]: line["data"][-1][0] for line in losses} == {

@@ -1,14 +1,19 @@
 """Exports that a browser downloads: exactly their files, of known exports alone, behind the token."""
 
 import io
+import json
 import os
+import time
 import tracemalloc
 import zipfile
 from pathlib import Path
 
 import httpx
 import pytest
-from studio_for_tests import TOKEN, studio_process
+from studio_for_tests import PATIENCE, TOKEN, studio_process
+
+from browser import Browser
+from models_for_tests import make_model
 
 pytest.importorskip("nicegui", reason="the extra `studio` is not installed")
 
@@ -119,6 +124,47 @@ def test_a_zip_beyond_four_gib_has_the_length_that_was_told(tmp_path: Path) -> N
     assert length == zip_bytes(tmp_path, files)
     assert end.endswith(b"PK\x05\x06" + end[-18:])
     assert peak < 20 * 2**20
+
+
+@pytest.mark.soak
+def test_a_model_is_exported_and_downloaded_by_touch(browser: Browser, tmp_path: Path) -> None:
+    """On a phone: mark a model at the end of a list, GGUF, q8_0, start, download."""
+    for number in range(8):
+        make_model(tmp_path / "exports" / f"model-{number}")
+    oldest = tmp_path / "exports" / "model-0"
+    os.utime(oldest, (1.7e9, 1.7e9))
+
+    def named(text: str, kinds: str) -> str:
+        words = json.dumps(text)
+        every = f"[...document.querySelectorAll({json.dumps(kinds)})]"
+        return f"{every}.find(one => one.offsetParent && !one.disabled && one.innerText.includes({words}))"
+
+    with studio_process(tmp_path) as url:
+        browser.look(width=390, height=844, touch=True)
+        browser.keep_downloads(tmp_path)
+        browser.open(f"{url}models?token={TOKEN}")
+        try:
+            last = f"{named('model-0', '.q-card')}?.querySelector('.q-checkbox')"
+            browser.until(f"!!{last}", PATIENCE)
+            browser.value(f"{last}.scrollIntoView({{block: 'center'}})")
+            browser.tap(last)
+            browser.tap(named("Export", ".acts.on button"))  # in sight, where the finger is
+            for choice in ("GGUF file", "q8_0"):
+                browser.tap(named(choice, ".choice"))
+            assert browser.small_targets() == []
+            browser.tap(named("Start the export", "button"))
+            browser.value("scrollTo(0, 0)")
+            browser.tap(named("Download model-0-q8_0.gguf", "button"), PATIENCE)
+            made = tmp_path / "exports" / "model-0-q8_0.gguf"
+            got = tmp_path / made.name
+            end = time.monotonic() + 30
+            while not got.exists() or got.stat().st_size < made.stat().st_size:
+                assert time.monotonic() < end
+                time.sleep(0.1)
+            assert got.read_bytes() == made.read_bytes()
+            assert browser.overflow() == []
+        finally:
+            browser.look(width=1400)
 
 
 def test_the_export_that_a_command_has_made_is_that_of_the_list() -> None:

@@ -95,9 +95,9 @@ def test_a_model_elsewhere_is_listed_where_a_run_began_with_it(tmp_path: Path, m
 
     listed = sorted(model.argument for model in stored_models())
     expected = ["./models/base", "./models/base.gguf", "./runs/sweep/0/export"]
-    assert listed == sorted([*expected, str(elsewhere), "runs/first@1"])
+    assert listed == sorted([*expected, "./other disk/base", "runs/first@1"])
     offered = [choice.value for choice in models_here()]
-    assert offered.count("models/base.gguf") == 1 and str(elsewhere) in offered
+    assert offered.count("models/base.gguf") == 1 and "other disk/base" in offered
 
 
 def choose(user, title: str) -> None:
@@ -463,3 +463,35 @@ def test_a_model_that_is_stuck_in_a_driver_does_not_hold_studio_up(
     kill_group(process.pid)
     process.close()
     assert process.state == "ended"
+
+
+def test_a_model_is_named_so_that_two_of_them_differ() -> None:
+    from bloomery.studio.model_choices import Choice, told_apart
+    from bloomery.studio.stored_models import stored_models
+    from bloomery.studio.watching import short_source
+
+    for source, name in (
+        ("/data/runs/demo/export/hf", "demo/export/hf"),
+        ("/data/runs/demo/checkpoints/step-00000360", "demo, step 360"),
+        ("/data/runs/s/rate-1/checkpoints/best-00000020", "s/rate-1, step 20"),
+        ("/models/Qwen3-0.6B", "Qwen3-0.6B"),
+        ("Qwen/Qwen3-0.6B", "Qwen3-0.6B"),
+        ("/data/runs/model", "model"),
+    ):
+        assert short_source(source) == name
+
+    chips = [
+        Choice("a/poet", "poet"),
+        Choice("b/poet", "poet"),
+        Choice("a/poet", "the same again"),
+        Choice("c", "c"),
+    ]
+    assert [chip.title for chip in told_apart(chips)] == ["poet · a/poet", "poet · b/poet", "c"]
+
+    # A folder below the working folder has one name, also where a run began with its whole path.
+    inner = make_folder(Path("kept/deep/poet").absolute(), model_type="gemma")
+    plan = planned(loaded(), machine())
+    began = plan.model_copy(update={"model": plan.model.model_copy(update={"source": inner})})
+    run = make_run("second")
+    (run / "plan.json").write_text(began.model_dump_json(), encoding="utf-8")
+    assert [model.model for model in stored_models()] == ["./kept/deep/poet"]

@@ -269,7 +269,7 @@ def test_a_recipe_changes_by_form_and_by_yaml_and_starts() -> None:
         editor.value = base + "optimizer: {weight_decay: lots}\n"
         await user.should_see("must be auto or a number, not 'lots'", retries=50)
         opened = {fold.text for fold in user.find(ui.expansion).elements if fold.value}
-        assert {"All settings", "optimizer"} <= opened
+        assert {"All settings", "Optimizer"} <= opened
         assert not start_button(user).enabled
         editor.value = base + "train: {micro_batch_size: 3, epochs: 1, batch_size: 6}\n"
         await until(lambda: micro_batch.value == "3")

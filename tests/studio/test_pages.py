@@ -92,7 +92,7 @@ def test_a_sample_with_markup_and_escapes_is_text() -> None:
 def test_a_run_that_does_not_exist_is_an_answer() -> None:
     async def visit(user) -> None:
         await user.open("/run/absent")
-        await user.should_see("error: no run 'absent'")
+        await user.should_see("no run 'absent'")
 
     with_user(visit)
 
@@ -103,7 +103,7 @@ def test_an_address_without_a_page_has_the_way_back() -> None:
 
         answer = await user.http_client.get("/runs/demo")
         assert answer.status_code == 404
-        assert "error: no page /runs/demo" in answer.text
+        assert "no page /runs/demo" in answer.text
         assert "All runs" in answer.text
         script = await user.http_client.get(f"/_nicegui/{__version__}/components/absent")
         assert script.status_code == 404
@@ -127,9 +127,9 @@ def test_an_error_of_studio_is_told_where_it_happened(monkeypatch) -> None:
     async def visit(user) -> None:
         answer = await user.http_client.get("/machine")
         assert answer.status_code == 500
-        assert "error: studio failed: RuntimeError: " in answer.text
+        assert "studio failed: RuntimeError: " in answer.text
         assert "where: traceback in the terminal of " in answer.text
-        assert "fix: reload the page" in answer.text
+        assert "reload the page" in answer.text
         assert "All runs" in answer.text
         assert "<b>no sensor</b>" not in answer.text
 

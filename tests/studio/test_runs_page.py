@@ -83,7 +83,7 @@ def test_the_runs_of_a_sweep_are_a_group_with_what_decides() -> None:
         await user.open("/run/rates%2Flow")
         await user.should_see("1.500")
         await user.open("/run/rates/absent")
-        await user.should_see("error: no run 'rates/absent'")
+        await user.should_see("no run 'rates/absent'")
 
     with_user(visit)
 
@@ -93,7 +93,7 @@ def test_a_folder_that_is_no_sweep_leads_to_no_run() -> None:
 
     async def visit(user) -> None:
         await user.open("/run/plain/inner")
-        await user.should_see("error: no run 'plain/inner'")
+        await user.should_see("no run 'plain/inner'")
 
     with_user(visit)
 

@@ -379,6 +379,8 @@ def test_the_list_with_every_column_needs_no_scrolling_at_1400_px(
             "&& one.getBoundingClientRect().height / parseFloat(getComputedStyle(one).lineHeight))"
         )
         assert lines and max(lines) < 1.5
+        link = "[...document.querySelectorAll('tbody a')].find(one => one.innerText.startsWith('smollm2'))"
+        assert browser.value(f"{link}.getClientRects().length") == 1  # one box, also of two lines
         click(browser, "Sort by", kinds="label.q-field")
         click(browser, "Duration", kinds=".q-item")
         browser.until("!document.querySelector('.q-menu')")

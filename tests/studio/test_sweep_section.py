@@ -149,7 +149,7 @@ def test_a_sweep_under_way_shows_what_is_judged_and_how_it_goes_on() -> None:
         await user.open("/compare?sweep=t")
         await user.should_see("this file does not describe a sweep", retries=50)
         await user.open("/compare?sweep=../runs/s")
-        await user.should_see("error: no sweep")
+        await user.should_see("no sweep")
 
     with_user(visit)
 

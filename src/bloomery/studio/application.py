@@ -19,8 +19,9 @@ from bloomery.serve.listen import answer, hosts_of, listen, uvicorn_config
 from bloomery.studio.chat_page import chat_page, link_to_chat
 from bloomery.studio.commands import Commands
 from bloomery.studio.compare_page import compare_page
+from bloomery.studio.components import sentence
 from bloomery.studio.downloads import ADDRESS, download
-from bloomery.studio.frame import failure_of, page
+from bloomery.studio.frame import failure_of, nothing_here, page
 from bloomery.studio.guard import StudioGuard
 from bloomery.studio.machine_page import machine_page
 from bloomery.studio.model_server import ModelServers
@@ -96,10 +97,8 @@ def _server_error(error: Exception) -> None:
     """The page in place of one that could not be built."""
     failure = failure_of(error)
     with page("Error", "", tells_errors=False):
-        ui.label(f"error: {failure.problem}").classes("text-lg break-all")
-        ui.label(f"where: {failure.where}")
-        ui.label(f"fix: {failure.fix}")
-        ui.link("All runs", "/")
+        nothing_here("This page failed", failure.problem, failure.fix, ("All runs", "/"))
+        sentence(f"where: {failure.where}", "muted", small=True)
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
@@ -108,8 +107,9 @@ async def _not_found(request: Request, error: Exception) -> Response:
     if endpoint not in (None, app) and isinstance(error, HTTPException):
         return await http_exception_handler(request, error)
     with Client(ui.page(""), request=request) as client, page("No such page", ""):
-        ui.label(f"error: no page {harmless(request.url.path)[:80]}").classes("text-lg break-all")
-        ui.link("All runs", "/")
+        problem = f"no page {harmless(request.url.path)[:80]}"
+        words = "It may have been typed wrongly: the pages are in the list at the side."
+        nothing_here("No such page", problem, words, ("All runs", "/"))
     return client.build_response(request, 404)
 
 

@@ -12,7 +12,7 @@ from bloomery.core.errors import UserError
 from bloomery.core.text import harmless
 from bloomery.core.units import format_bytes
 from bloomery.studio.components import button, card, choice, heading, sentence
-from bloomery.studio.frame import page, update_every
+from bloomery.studio.frame import nothing_here, page, update_every
 from bloomery.studio.model_server import MOST_MODELS, ModelServer, ModelServers
 from bloomery.studio.models_page import address_of_chat
 from bloomery.studio.stored_models import ListedModel, stored_models
@@ -39,9 +39,7 @@ async def chat_page(servers: ModelServers, models: Sequence[str], device: str) -
             # In a thread: the model before it may take seconds to end.
             server = await asyncio.to_thread(servers.open, models, chosen)
         except UserError as error:
-            ui.label(f"error: {error.problem}").classes("text-lg")
-            ui.label(f"fix: {error.fix}")
-            ui.link("Models", "/models")
+            nothing_here("Chat", error.problem, error.fix, ("Models", "/models"))
             return
         view = ChatView(server, choices)
         update_every(UPDATE_SECONDS, view.update)

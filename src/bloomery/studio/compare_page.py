@@ -107,7 +107,7 @@ async def compare_page(
         try:
             runs.append(watching.run(name))
         except UserError as error:
-            problems.append(f"error: {error.problem}")
+            problems.append(error.problem)
     if len(asked) > MOST_RUNS:
         rest = len(asked) - MOST_RUNS
         problems.append(
@@ -153,11 +153,11 @@ def _sweep_of(name: str) -> tuple[Path | None, list[str], list[str]]:
     """The folder of a sweep, the names of its runs, best first, and why there is none."""
     folder = next((path for path in all_sweeps() if path.name == name), None)
     if folder is None:
-        return None, [], [f"error: no sweep {harmless(name)[:80]!r} in runs/"]
+        return None, [], [f"no sweep {harmless(name)[:80]!r} in runs/"]
     try:
         table = read_sweep(folder, noise=False)
     except UserError as error:
-        return folder, [], [f"error: {error.problem}"]
+        return folder, [], [error.problem]
     return folder, [name_of(table, run) for run in table.runs if is_run(run.run)], []
 
 

@@ -55,6 +55,20 @@ def toolbar() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def acts_on(chosen: Callable[[], Sequence[object]]) -> Iterator[Callable[[], None]]:
+    """Buttons that act on what is marked in a list; on a phone they stand at the bottom of the window while something
+    is, since the list is long. Yields what is to be called when that changes.
+    """
+    with ui.element("div").classes("acts") as box:
+
+        def follow() -> None:
+            is_chosen = bool(chosen())
+            box.classes(add="on" if is_chosen else None, remove=None if is_chosen else "on")
+
+        yield follow
+
+
 def button(
     words: str,
     on_click: Callable[[], Any] | None = None,

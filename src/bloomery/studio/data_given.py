@@ -10,7 +10,7 @@ from nicegui.events import MultiUploadEventArguments
 from bloomery.core.errors import UserError, of_the_system
 from bloomery.core.text import harmless
 from bloomery.core.units import counted
-from bloomery.studio.components import button, text, toolbar
+from bloomery.studio.components import button, text
 from bloomery.studio.frame import question
 from bloomery.studio.given_files import MOST_BYTES, MOST_FILES, places_of, save_pasted
 from bloomery.studio.recipe_answers import sentence_of
@@ -91,7 +91,8 @@ class GivenData:
                 dialog.close()
                 await self._on_data(str(path))
 
-            with toolbar():
-                button("Use it", use, kind="go")
+            with ui.element("div").classes("toolbar w-full dialog-buttons"):
+                ui.space()
                 button("Cancel", dialog.close, kind="quiet")
+                button("Use it", use, kind="go")
         dialog.open()

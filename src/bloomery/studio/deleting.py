@@ -10,6 +10,7 @@ from bloomery.core.text import harmless
 from bloomery.core.units import counted, format_bytes
 from bloomery.runs.cleaning import Leftover, deletable
 from bloomery.studio.commands import Commands
+from bloomery.studio.components import button
 from bloomery.studio.frame import notify, question
 from bloomery.studio.watching import Watching
 
@@ -38,12 +39,13 @@ async def ask_to_delete(watching: Watching, commands: Commands, names: Sequence[
             ui.label("This cannot be undone. Exports and prepared datasets stay.").classes(
                 "text-sm"
             )
-        with ui.row().classes("w-full justify-end"):
-            ui.button("Keep", on_click=lambda: dialog.submit(False)).props("flat no-caps autofocus")
+        with ui.element("div").classes("toolbar w-full dialog-buttons"):
+            ui.space()
+            button("Keep", lambda: dialog.submit(False), kind="quiet").props("autofocus")
             if items:
-                ui.button("Delete them", on_click=lambda: dialog.submit(True)).props(
-                    "no-caps unelevated color=negative"
-                )
+                words = "Delete it" if len(items) == 1 else "Delete them"
+                agree = button(words, lambda: dialog.submit(True), kind="go")
+                agree.props("color=negative")
     agreed = bool(await dialog)
     if not agreed:
         return False

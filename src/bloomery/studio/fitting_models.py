@@ -99,7 +99,7 @@ class FittingModels:
         self._card.without_auto_validation()
         self._card.on_value_change(lambda: self.show(str(self._card.value or HERE)))
         self._state = sentence("", "muted", small=True).props("role=status")
-        self._table = ui.element("div").classes("table-shown")
+        self._table = ui.element("div").classes("table-shown fitting")
         self._table.props('tabindex=0 role=region aria-label="Models that fit"')
 
     async def show(self, card: str) -> None:
@@ -141,7 +141,9 @@ class FittingModels:
     def _heads(self) -> ui.element:
         with self._table, ui.element("table"):
             with ui.element("thead"), ui.element("tr"):
-                for name in ("Model", "Parameters", "Method", "Memory", "1,000 chats", ""):
+                text("Model", "th").props("scope=col")
+                text("Parameters", "th").classes("aside").props("scope=col")  # a phone has no room
+                for name in ("Method", "Memory", "1,000 chats", ""):
                     text(name, "th").props("scope=col")
             return ui.element("tbody")
 
@@ -152,7 +154,9 @@ class FittingModels:
         method = f"{fit.method}, or full" if fit.fits_in_full else fit.method
         memory = format_bytes(plan.memory.total)
         with ui.element("tr"):
-            for cell in (fit.name, format_count(fit.parameters), method, memory, seconds):
+            text(fit.name, "td")
+            text(format_count(fit.parameters), "td").classes("aside")
+            for cell in (method, memory, seconds):
                 text(cell, "td")
             with ui.element("td"):
                 name = recipe or fit.name

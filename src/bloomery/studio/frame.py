@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -16,6 +16,7 @@ from bloomery.core.look import tokens
 from bloomery.core.text import harmless
 from bloomery.studio.charts import prefetch_links
 from bloomery.studio.commands import Command, Commands
+from bloomery.studio.components import button, heading, note, sentence
 from bloomery.studio.sensors import RAIL_SECONDS, GpusOfRail, shared_sensors
 
 STATUS_COLORS = {
@@ -110,6 +111,15 @@ def page(title: str, path: str, *, tells_errors: bool = True) -> Iterator[None]:
             yield
     # Last: where a page awaits something, NiceGUI answers as soon as a timer runs, with what is there until then.
     update_every(RAIL_SECONDS, gpus.update)
+
+
+def nothing_here(title: str, problem: str, words: str, *ways: tuple[str, str]) -> None:
+    """In place of what a page would show. `ways`: the words of a button and the page that it leads to."""
+    with heading(title):
+        for name, address in ways:
+            button(name, partial(ui.navigate.to, address))
+    note(problem, "bad")
+    sentence(words)
 
 
 def failure_of(error: Exception) -> UserError:

@@ -171,7 +171,10 @@ def matching(choices: list[Choice], typed: str) -> Iterator[Choice]:
 
 def told_apart(choices: Sequence[Choice]) -> list[Choice]:
     """Each value once; what has the title of another one gets its value behind it."""
-    each = list({choice.value: choice for choice in reversed(choices)}.values())[::-1]
+    by_value = dict[str, Choice]()
+    for choice in choices:
+        by_value.setdefault(choice.value, choice)
+    each = list(by_value.values())
     times = Counter(choice.title for choice in each)
     return [
         replace(choice, title=f"{choice.title} · {choice.value}")

@@ -12,7 +12,7 @@ from bloomery.core.text import harmless
 from bloomery.core.units import counted, format_bytes
 from bloomery.studio.command_progress import CommandProgress
 from bloomery.studio.commands import Commands
-from bloomery.studio.components import button, card, heading, sentence
+from bloomery.studio.components import acts_on, button, card, heading, sentence
 from bloomery.studio.downloads import start_download
 from bloomery.studio.export_dialogs import (
     SUBJECT,
@@ -42,7 +42,7 @@ _NAME_CELL = """
 """
 _TEXT_CELL = '<q-td :props="props">{{ props.row.shown[props.col.name] }}</q-td>'
 _CARD = """
-<div class="q-pa-xs col-12">
+<div class="col-12">
   <q-card flat bordered class="q-pa-sm">
     <div class="toolbar no-wrap">
       <q-checkbox v-model="props.selected" dense :aria-label="'Select ' + props.row.model"
@@ -96,11 +96,12 @@ async def models_page(commands: Commands) -> None:
         with heading("Models", "Looking for models") as (_, below):
             button("Get one from the Hub", lambda: get_model())
         with ui.row().classes("toolbar w-full") as tools:
-            chat = button("Chat", icon="chat_bubble_outline")
-            export = button("Export", icon="output")
-            train = button("New run with it", icon="play_arrow")
-            download = button("Download", icon="download")
-            push = button("Push to the Hub", icon="cloud_upload")
+            with acts_on(lambda: table.selected) as follow_selection:
+                chat = button("Chat", icon="chat_bubble_outline")
+                export = button("Export", icon="output")
+                train = button("New run with it", icon="play_arrow")
+                download = button("Download", icon="download")
+                push = button("Push to the Hub", icon="cloud_upload")
             ui.space()
             search = ui.input(placeholder="Filter").props(
                 'dense outlined clearable aria-label="Filter models"'
@@ -108,6 +109,7 @@ async def models_page(commands: Commands) -> None:
         progress = CommandProgress(commands, SUBJECT)
         table = _table()
         sort_by_keyboard(table, tools)
+        table.on_select(follow_selection)
         table.bind_filter_from(search, "value", lambda text: text or "")
         with card("No model here yet") as empty:
             sentence(

@@ -109,7 +109,7 @@ async def new_run_page(watching: Watching, commands: Commands, query: QueryParam
                 note(f"It begins with the recipe of {harmless(run)}.")
             except (UserError, OSError) as error:
                 problem = error.problem if isinstance(error, UserError) else error.strerror
-                note(harmless(f"error: {problem}"), "bad")
+                note(harmless(problem or ""), "bad")
         view = NewRun(commands, running_names(watching))
         view.show()
         await view.begin(draft, text_of_run, inherited_keys(complete_text))

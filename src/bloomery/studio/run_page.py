@@ -17,7 +17,14 @@ from bloomery.studio.charts import SMOOTHINGS, ChartMark, LineChart, LoadMap, ma
 from bloomery.studio.commands import Commands
 from bloomery.studio.components import Badge, Number, Progress, button, note, text, toolbar
 from bloomery.studio.export_dialogs import ask_to_export
-from bloomery.studio.frame import CommandView, notify, page, starting_page, update_every
+from bloomery.studio.frame import (
+    CommandView,
+    nothing_here,
+    notify,
+    page,
+    starting_page,
+    update_every,
+)
 from bloomery.studio.models_page import address_of_chat
 from bloomery.studio.post_mortem import PostMortemView
 from bloomery.studio.run_charts import Chart, charts_of, evaluations_of, run_figures
@@ -43,8 +50,8 @@ async def run_page(watching: Watching, commands: Commands, name: str) -> None:
             starting_page(commands, name, partial(_is_there, watching, name))
             return
         with page("No such run", ""):
-            ui.label(f"error: {error.problem}").classes("text-lg")
-            ui.link("All runs", "/")
+            words = "It may have been deleted or renamed. The list has the runs of this folder."
+            nothing_here("No such run", harmless(error.problem), words, ("All runs", "/"))
         return
     # It may be read already, since somebody pointed at it.
     reading = asyncio.create_task(asyncio.to_thread(opened.update, FIRST_SECONDS))

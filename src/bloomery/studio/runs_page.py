@@ -19,6 +19,7 @@ from bloomery.studio.commands import Commands
 from bloomery.studio.compare_page import MOST_RUNS, address_of_comparison, address_of_sweep
 from bloomery.studio.components import (
     STATUS_TONES,
+    acts_on,
     button,
     caption_fold,
     card,
@@ -210,8 +211,9 @@ class RunsPage:
         self._rows = rows
         self._tag = ""
         with heading("Runs") as (_, self._sub):
-            self._compare = button("Compare", self._go_to_comparison)
-            self._delete = button("Delete", self._ask_to_delete)
+            with acts_on(self._selected) as self._follow_selection:
+                self._compare = button("Compare", self._go_to_comparison)
+                self._delete = button("Delete", self._ask_to_delete)
             self._new = button("New run", lambda: ui.navigate.to("/new"), kind="go")
         with ui.element("div").classes("toolbar w-full") as self._tools:
             self._search = ui.input(placeholder="Filter by name, model, status, tag or note")
@@ -237,6 +239,7 @@ class RunsPage:
 
     def _make_table(self) -> ui.table:
         table = selection_table(_COLUMNS, [], "name")
+        table.props("hide-selected-banner")
         table.add_slot("body-cell-name", _NAME_CELL)
         table.add_slot("body-cell-status", _STATUS_CELL)
         table.add_slot("body-cell-progress", _PROGRESS_CELL)
@@ -262,6 +265,7 @@ class RunsPage:
         selected = self._selected()
         self._compare.enabled = 1 < len(selected) <= MOST_RUNS
         self._delete.enabled = bool(selected)
+        self._follow_selection()
 
     def _go_to_comparison(self) -> None:
         ui.navigate.to(address_of_comparison(self._selected()))

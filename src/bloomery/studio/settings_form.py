@@ -153,7 +153,7 @@ class SettingsForm:
         with self._form:
             for section in sections:
                 with (
-                    ui.expansion(section.name)
+                    ui.expansion(label_of_key(("", section.name)))
                     .classes("w-full")
                     .props("dense header-class=text-weight-medium") as expansion
                 ):

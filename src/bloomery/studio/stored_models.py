@@ -21,7 +21,7 @@ from bloomery.infer.model_folder import (
     saved_steps,
 )
 from bloomery.plan.store import read_plan
-from bloomery.studio.watching import is_plain, method_of, model_of
+from bloomery.studio.watching import is_plain, method_of, model_of, short_source
 
 ADAPTER = "adapter of"  # the kind of an adapter begins with it
 DAMAGED = "damaged"
@@ -88,7 +88,7 @@ def stored_models() -> list[ListedModel]:
             size, changed = _size_of(folder)
             kind = kind_of_model(folder)
             origin = origin_of_export(folder)
-            name = str(folder) if folder.is_absolute() else f"./{folder}"
+            name = _name_of(folder)
             models.append(ListedModel(name, None, kind, size, changed, folder, origin=origin))
     for file in _gguf_files():
         with suppress(OSError):
@@ -96,6 +96,14 @@ def stored_models() -> list[ListedModel]:
             models.append(ListedModel(f"./{file}", None, GGUF, stat.st_size, stat.st_mtime, file))
     plain = [model if is_plain(model.model) else _renamed(model) for model in models]
     return sorted(plain, key=lambda model: -model.changed)
+
+
+def _name_of(folder: Path) -> str:
+    """As a command names it: what lies below the working folder by its way from there."""
+    here = Path.cwd()
+    if folder.is_absolute() and not folder.is_relative_to(here):
+        return str(folder)
+    return f"./{folder.relative_to(here) if folder.is_absolute() else folder}"
 
 
 def _renamed(model: ListedModel) -> ListedModel:
@@ -224,4 +232,4 @@ def kind_of_model(folder: Path) -> str:
         text = config["base_model_name_or_path"] if is_adapter else config["model_type"]
     except (OSError, UserError, ValueError, KeyError, TypeError, RecursionError):
         return DAMAGED
-    return harmless(f"{ADAPTER} {Path(str(text)).name}" if is_adapter else f"full, {text}")
+    return harmless(f"{ADAPTER} {short_source(str(text))}" if is_adapter else f"full, {text}")

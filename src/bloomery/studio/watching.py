@@ -1,6 +1,7 @@
 """What all pages of studio show: the runs of a folder, and the open ones with their curves. Does not import torch."""
 
 import os
+import re
 import threading
 import time
 from collections import deque
@@ -97,7 +98,19 @@ def method_of(plan: RunPlan) -> str:
 def model_of(plan: RunPlan) -> str:
     """The model that the run began with, else its architecture."""
     source = plan.model.source
-    return plan.model.config.family if source is None else harmless(Path(str(source)).name)
+    return plan.model.config.family if source is None else harmless(short_source(str(source)))
+
+
+def short_source(source: str) -> str:
+    """A model by the name that tells it from others: of a run's own folder the run, too ("demo, step 360")."""
+    path = Path(source)
+    folders = path.parts
+    if "runs" not in folders[:-2]:
+        return path.name
+    inner = Path(*folders[len(folders) - folders[::-1].index("runs") :])
+    if step := re.fullmatch(r"(?:step|best)-0*(\d+)", path.name):
+        return f"{inner.parent.parent}, step {int(step[1]):,}"
+    return str(inner)
 
 
 def planned_speed(plan: RunPlan | None) -> float | None:
