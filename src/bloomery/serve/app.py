@@ -101,7 +101,7 @@ class Server:
         defaults: Mapping[str, Any] | None = None,
         tools: ServerTools | None = None,
     ) -> None:
-        """`tools`: those that chats use which bring none of their own; they are closed with the server."""
+        """`tools`: those that conversations use which bring none of their own; they are closed with the server."""
         self.tools = tools
         self.defaults = dict(defaults or {})
         self.engine = engine
@@ -240,24 +240,26 @@ class Server:
         shape = ChatShape(
             conversation.name, conversation.model, top, conversation.form, is_episode=is_episode
         )
-        try:
-            return await self._reply(request, params, shape, conversation)
-        except BaseException:  # also where the client has gone, which cancels the request
-            if conversation.episode is not None:
-                conversation.episode.release()
-            raise
+        return await self._reply(request, params, shape, conversation)
 
     async def respond(self, request: Request) -> Response:
         async with self._read(request, ResponsesRequest) as response_params:
             items = self._items(response_params)
             params = response_params.chat(items)
-            conversation = await self._encoded(request, params)
+            uses_tools = self.tools is not None and response_params.tools is None
+            conversation = await self._encoded(request, params, uses_tools=uses_tools)
 
         def keep(response: Json) -> None:
             if response_params.store:
                 self.kept.keep(response, items)
 
-        shape = ResponseShape(response_params, conversation.model, conversation.form, keep)
+        shape = ResponseShape(
+            response_params,
+            conversation.model,
+            conversation.form,
+            keep,
+            is_episode=conversation.episode is not None,
+        )
         return await self._reply(request, params, shape, conversation)
 
     def _items(self, params: ResponsesRequest) -> list[Json]:
@@ -284,14 +286,24 @@ class Server:
     async def message(self, request: Request) -> Response:
         async with self._read(request, MessagesRequest) as message_params:
             params = message_params.chat_of(self.limits.new_tokens)
-            conversation = await self._encoded(request, params)
-        stops = message_params.stop_sequences
-        shape = MessageShape(conversation.name, conversation.model, conversation.form, stops)
+            uses_tools = self.tools is not None and message_params.tools is None
+            conversation = await self._encoded(request, params, uses_tools=uses_tools)
+        shape = MessageShape(
+            conversation.name,
+            conversation.model,
+            conversation.form,
+            message_params.stop_sequences,
+            is_episode=conversation.episode is not None,
+        )
         return await self._reply(request, params, shape, conversation)
 
     async def count(self, request: Request) -> Response:
         async with self._read(request, CountRequest) as count_params:
-            conversation = await self._encoded(request, count_params.chat())
+            uses_tools = self.tools is not None and count_params.tools is None
+            params = count_params.chat()
+            conversation = await self._encoded(request, params, uses_tools=uses_tools)
+            if conversation.episode is not None:
+                conversation.episode.release()
         return JSONResponse({"input_tokens": len(conversation.ids)})
 
     async def _encoded(
@@ -443,24 +455,34 @@ class Server:
             grammar = partial(model.answer_text, rules)
             # Nothing but the grammar ends an answer that is not free.
             texts = () if rules.required or rules.schema is not None else texts
-        adapter = conversation.adapter
         parameter = "tools" if params.callable_tools else "response_format"
-        return await self._answer(
-            request,
-            params,
-            shape,
-            adapter,
-            [conversation.ids],
-            ends,
-            texts,
-            grammar,
-            parameter,
-            conversation.episode,
-        )
+        try:
+            return await self._answer(
+                request,
+                params,
+                shape,
+                conversation.adapter,
+                [conversation.ids],
+                ends,
+                texts,
+                grammar,
+                parameter,
+                conversation.episode,
+            )
+        except BaseException:  # also where the client has gone, which cancels the request
+            if conversation.episode is not None:
+                conversation.episode.release()
+            raise
 
     async def complete(self, request: Request) -> Response:
         async with self._read(request, CompletionRequest) as params:
             model, adapter = self._model(params.model)
+            if self.tools is not None and params.max_tokens != 0:
+                problem = (
+                    "this server calls tools, which a text without messages cannot name; use /v1/chat/completions,"
+                    " /v1/responses or /v1/messages, or serve without --tools and --environment"
+                )
+                raise Refused(400, problem, parameter="prompt")
             prompts_sent = prompts_of(params.prompt)
             self._refuse_many(len(prompts_sent) * params.completions)
             prompts = await self._prompts(request, model, prompts_sent, "prompt")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, final
 
 from bloomery.core.errors import UserError
+from bloomery.data.chat.tools import ToolCall
 from bloomery.data.pictures.prompts import PicturePrompt
 from bloomery.infer.decode import Constraint, RunningText, TextUpdate
 from bloomery.infer.grammar import GrammarFailed
@@ -17,6 +18,7 @@ from bloomery.infer.sampling import Sampling
 from bloomery.infer.text import OutputText
 from bloomery.serve.limits import MOST_WAITING_BYTES, Limits
 from bloomery.serve.served import Served
+from bloomery.train.rl.tools import ToolResult
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,13 @@ class End:
 
 @dataclass(frozen=True)
 class Step(Piece):
-    """A piece without text, behind a turn that called tools of the server: the turn and the results, as messages."""
+    """A piece without text, behind a turn that called tools of the server: the turn and the results, as messages, and
+    each call with its result.
+    """
 
     text: str = ""
     messages: tuple[Mapping[str, Any], ...] = ()
+    called: tuple[tuple[ToolCall, ToolResult], ...] = ()
 
 
 Put = Callable[[Piece | End], None]

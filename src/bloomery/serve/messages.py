@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal, final
 from pydantic import BeforeValidator, Field, model_validator
 
 from bloomery.data.chat.deltas import Delta
+from bloomery.data.chat.tools import ToolCall
 from bloomery.serve.answers import Events, failed
-from bloomery.serve.engine import End, Piece
+from bloomery.serve.engine import End, Piece, Step
 from bloomery.serve.guard import anthropic_error
 from bloomery.serve.limits import Refused
 from bloomery.serve.parameters import Body, Json, validated
@@ -27,9 +28,17 @@ from bloomery.serve.requests import (
     refuse_media,
 )
 from bloomery.serve.served import Served
+from bloomery.serve.server_tools import sent_id
 from bloomery.serve.thoughts import AnswerForm
+from bloomery.train.rl.tools import ToolResult
 
-BLOCKS = ("text", "image", "tool_use", "tool_result", "thinking")
+BLOCKS = (
+    *("text", "image", "tool_use", "tool_result", "thinking"),
+    *("mcp_tool_use", "mcp_tool_result"),
+)
+SERVER_NAME = (
+    "tools"  # of the tools that this server calls, where Anthropic's has the name of an MCP server
+)
 
 
 class TextBlock(Body):
@@ -112,13 +121,27 @@ class ResultBlock(Body):
     cache_control: Any = None
 
 
+class ServerCallBlock(CallBlock):
+    """A call that the assistant made and the server answered."""
+
+    type: Literal["mcp_tool_use"]  # type: ignore[assignment]  # another one
+    server_name: str = SERVER_NAME
+
+
+class ServerResultBlock(ResultBlock):
+    type: Literal["mcp_tool_result"]  # type: ignore[assignment]  # another one
+
+
 class ThoughtBlock(Body):
     type: Literal["thinking"]
     thinking: Text
     signature: Any = None
 
 
-Block = Annotated[Shown | CallBlock | ResultBlock | ThoughtBlock, Field(discriminator="type")]
+Block = Annotated[
+    Shown | CallBlock | ResultBlock | ServerCallBlock | ServerResultBlock | ThoughtBlock,
+    Field(discriminator="type"),
+]
 
 
 class MessageTurn(Body):
@@ -299,7 +322,9 @@ def _content_of(content: str | Sequence[Shown]) -> str | list[Json]:
 
 
 def _turns_of(message: MessageTurn) -> Iterator[Json]:
-    """A message as those of a chat. Results of tools, which Anthropic's users send, are messages of their own."""
+    """A message as those of a chat. Results of tools, which Anthropic's users send, are messages of their own, and so
+    are those that the server gave within an answer.
+    """
     if isinstance(message.content, str):
         yield {"role": message.role, "content": message.content}
         return
@@ -308,6 +333,17 @@ def _turns_of(message: MessageTurn) -> Iterator[Json]:
     calls = list[Json]()
     for block in message.content:
         match block:
+            case ServerResultBlock():
+                if message.role != "assistant":
+                    raise Refused(
+                        400,
+                        "messages: an mcp_tool_result belongs to the assistant",
+                        parameter="messages",
+                    )
+                yield from _turn_of(message.role, shown, thoughts, calls)
+                thoughts, shown, calls = [], [], []
+                content = _content_of(block.content or "")
+                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
             case ResultBlock():
                 if message.role != "user":
                     raise Refused(
@@ -324,15 +360,22 @@ def _turns_of(message: MessageTurn) -> Iterator[Json]:
                 thoughts.append(block.thinking)
             case TextBlock() | PictureBlock():
                 shown.append(block)
+    if not message.content:
+        yield {"role": message.role, "content": ""}
+    yield from _turn_of(message.role, shown, thoughts, calls)
+
+
+def _turn_of(
+    role: str, shown: Sequence[Shown], thoughts: Sequence[str], calls: Sequence[Json]
+) -> Iterator[Json]:
+    """A turn of blocks that follow each other; none of none."""
     if not (shown or calls or thoughts):
-        if not message.content:
-            yield {"role": message.role, "content": ""}
         return
-    turn: Json = {"role": message.role, "content": _content_of(shown)}
+    turn: Json = {"role": role, "content": _content_of(shown)}
     if thoughts:
         turn["reasoning_content"] = "".join(thoughts)
     if calls:
-        turn["tool_calls"] = calls
+        turn["tool_calls"] = list(calls)
     yield turn
 
 
@@ -346,9 +389,20 @@ def _failed(content: str | list[Json]) -> str | list[Json]:
 
 @final
 class MessageShape:
-    """How /v1/messages words one answer. `stops`: the stop texts of the request."""
+    """How /v1/messages words one answer. `stops`: the stop texts of the request. `is_episode`: the server calls the
+    tools; then their calls and results are blocks of the answer, as those of an MCP server.
+    """
 
-    def __init__(self, name: str, model: Served, form: AnswerForm, stops: Sequence[str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        model: Served,
+        form: AnswerForm,
+        stops: Sequence[str],
+        *,
+        is_episode: bool = False,
+    ) -> None:
+        self.is_episode = is_episode
         self.model = model
         self.ping: str | None = _line({"type": "ping"})
         self.top: int | None = None  # no log-probabilities
@@ -360,17 +414,15 @@ class MessageShape:
     async def whole(self, events: Events, count: int, prompt_tokens: int) -> Json:
         """Raises Refused where the completion failed."""
         assert count == 1
-        parser = self.form.parser()
-        blocks = Blocks()
+        reader = self._reader()
         async for _, event in events:
             if isinstance(event, Piece):
-                list(blocks.push(parser.push(event.text)))
+                list(reader.push(event))
                 continue
             if event.problem:
                 raise failed(event)
-            list(blocks.push(parser.flush()))
-            list(blocks.end())
-            return self._message(blocks.content, event, prompt_tokens)
+            list(reader.end())
+            return self._message(reader.blocks.content, event, prompt_tokens)
         raise Refused(500, "the message did not end")
 
     async def streamed(
@@ -378,25 +430,28 @@ class MessageShape:
     ) -> AsyncIterator[str]:
         """Server-sent events, as the `anthropic` client reads them."""
         del with_usage
-        parser = self.form.parser()
-        blocks = Blocks()
+        reader = self._reader()
         yield _line({"type": "message_start", "message": self._message([], None, prompt_tokens)})
         yield _line({"type": "ping"})
         async for _, event in events:
             if isinstance(event, Piece):
-                for written in blocks.push(parser.push(event.text)):
+                for written in reader.push(event):
                     yield _line(written)
                 continue
             if event.problem:
                 error = anthropic_error(failed(event))
                 yield _line(error)
                 return
-            for written in (*blocks.push(parser.flush()), *blocks.end()):
+            for written in reader.end():
                 yield _line(written)
-            message = self._message(blocks.content, event, prompt_tokens)
-            delta = {name: message[name] for name in ("stop_reason", "stop_sequence")}
+            message = self._message(reader.blocks.content, event, prompt_tokens)
+            names = ("stop_reason", "stop_sequence", "episode")
+            delta = {name: message[name] for name in names if name in message}
             yield _line({"type": "message_delta", "delta": delta, "usage": message["usage"]})
             yield _line({"type": "message_stop"})
+
+    def _reader(self) -> "BlockReader":
+        return BlockReader(self.form, is_episode=self.is_episode)
 
     def _message(self, content: list[Json], end: End | None, prompt_tokens: int) -> Json:
         """`end`: None while it is written."""
@@ -409,7 +464,9 @@ class MessageShape:
             elif end.stop in self.stops:
                 reason = "stop_sequence"
                 stop = end.stop
+        more = {"episode": end.episode} if self.is_episode and end is not None else {}
         return {
+            **more,
             "id": self.id,
             "type": "message",
             "role": "assistant",
@@ -424,6 +481,37 @@ class MessageShape:
                 "cache_read_input_tokens": 0,
             },
         }
+
+
+@final
+class BlockReader:
+    """The blocks of an answer while it is written; of several turns, where the server calls tools."""
+
+    def __init__(self, form: AnswerForm, *, is_episode: bool) -> None:
+        self.blocks = Blocks()
+        self._form = form
+        self._is_episode = is_episode
+        self._parser = form.parser()
+
+    def push(self, piece: Piece) -> Iterator[Json]:
+        """The events of a piece."""
+        if not isinstance(piece, Step):
+            yield from self.blocks.push(self._written(self._parser.push(piece.text)))
+            return
+        yield from self.blocks.push(self._written(self._parser.flush()))
+        yield from self.blocks.push_called(
+            [(sent_id(self._form.tools, call), call, result) for call, result in piece.called]
+        )
+        self._parser = self._form.parser()
+
+    def end(self) -> Iterator[Json]:
+        """The events at the end of the answer."""
+        yield from self.blocks.push(self._written(self._parser.flush()))
+        yield from self.blocks.end()
+
+    def _written(self, parts: Sequence[Delta]) -> list[Delta]:
+        """Without calls that the server makes: they come with their results."""
+        return [part for part in parts if part.call is None or not self._is_episode]
 
 
 @final
@@ -454,6 +542,20 @@ class Blocks:
                 yield from self._begin("text", {"text": ""})
                 self.content[-1]["text"] += part.content
                 yield self._delta({"type": "text_delta", "text": part.content})
+
+    def push_called(self, called: Sequence[tuple[str, ToolCall, ToolResult]]) -> Iterator[Json]:
+        """The events of calls that the server has made, and of their results. Each has the id of its call."""
+        for id_, call, _ in called:
+            yield from self._close()
+            use: Json = {"type": "mcp_tool_use", "id": id_, "name": call.name, "input": {}}
+            yield from self._add({**use, "server_name": SERVER_NAME})
+            self._arguments = call.arguments
+            yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+        for id_, _, result in called:
+            yield from self._close()
+            told: Json = {"type": "mcp_tool_result", "tool_use_id": id_, "is_error": result.failed}
+            yield from self._add({**told, "content": [{"type": "text", "text": result.text}]})
+        yield from self._close()
 
     def end(self) -> Iterator[Json]:
         """The events at the end of the answer, which has at least an empty text."""
@@ -488,7 +590,7 @@ class Blocks:
         block = self.content[-1]
         if block["type"] == "thinking":
             yield self._delta({"type": "signature_delta", "signature": ""})
-        if block["type"] == "tool_use":
+        if block["type"] in ("tool_use", "mcp_tool_use"):
             block["input"] = _object(self._arguments)
         yield {"type": "content_block_stop", "index": len(self.content) - 1}
 

@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal, final
 from pydantic import BaseModel, BeforeValidator, Field
 
 from bloomery.data.chat.deltas import Delta
+from bloomery.data.chat.tools import ToolCall
 from bloomery.serve.answers import Events, chat_chance, failed
-from bloomery.serve.engine import Chance, End, Piece
+from bloomery.serve.engine import Chance, End, Piece, Step
 from bloomery.serve.limits import Refused
 from bloomery.serve.parameters import Body, Json, validated
 from bloomery.serve.requests import (
@@ -31,9 +32,17 @@ from bloomery.serve.requests import (
     refuse_other_tools,
 )
 from bloomery.serve.served import Served
+from bloomery.serve.server_tools import sent_id
 from bloomery.serve.thoughts import AnswerForm
+from bloomery.train.rl.tools import ToolResult
 
-ITEMS = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
+ITEMS = (
+    *("message", "function_call", "function_call_output", "mcp_call"),
+    *("reasoning", "item_reference"),
+)
+SERVER_LABEL = (
+    "tools"  # of the tools that this server calls, where OpenAI's has the label of an MCP server
+)
 LOGPROBS = "message.output_text.logprobs"
 # What answers may include of tools that this server does not have, or of what it never writes.
 INCLUDABLE = (
@@ -100,6 +109,22 @@ class OutputItem(BaseModel, extra="ignore", strict=True):
     output: Parts
 
 
+class ServerCallError(BaseModel, extra="ignore", strict=True):
+    content: Any = None
+
+
+class ServerCallItem(BaseModel, extra="ignore", strict=True):
+    """A call that the assistant made, and what the server answered. Calls of one `turn` were made together."""
+
+    type: Literal["mcp_call"]
+    id: str
+    name: FunctionName
+    arguments: Text = ""
+    output: Text | None = None
+    error: Text | ServerCallError | None = None
+    turn: int | None = None
+
+
 class ReasoningText(BaseModel, extra="ignore", strict=True):
     text: Text
 
@@ -133,7 +158,7 @@ def typed_item(value: object) -> object:
 
 Item = Annotated[
     Annotated[
-        MessageItem | CallItem | OutputItem | ReasoningItem | ReferenceItem,
+        MessageItem | CallItem | OutputItem | ServerCallItem | ReasoningItem | ReferenceItem,
         Field(discriminator="type"),
     ],
     BeforeValidator(typed_item),
@@ -298,8 +323,26 @@ def turns_of(items: Sequence[Json]) -> list[Json]:
     """Items as the messages of a chat: a thought, a message and calls that follow each other are one turn."""
     turns = list[Json]()
     thought: str | None = None
+    last_turn: int | None = None  # of calls that the server answered
+    calling: Json = {}
     for item in items:
+        if item["type"] != "mcp_call":
+            last_turn = None
         match item["type"]:
+            case "mcp_call":
+                function = {"name": item["name"], "arguments": item["arguments"]}
+                call = {"id": item["id"], "type": "function", "function": function}
+                if last_turn is None or item.get("turn") != last_turn:
+                    if thought is not None or not turns or turns[-1]["role"] != "assistant":
+                        turns.append({"role": "assistant", "reasoning_content": thought})
+                        thought = None
+                    calling = turns[-1]
+                    last_turn = item.get("turn")
+                calling.setdefault("tool_calls", []).append(call)
+                content = item.get("output")
+                if content is None:
+                    content = _error_text(item.get("error"))
+                turns.append({"role": "tool", "tool_call_id": item["id"], "content": content})
             case "reasoning":
                 parts = item.get("content") or item.get("summary") or []
                 thought = (thought or "") + "".join(part["text"] for part in parts)
@@ -336,13 +379,22 @@ def _content_of(content: str | list[Json]) -> str | list[Json]:
     ]
 
 
+def _error_text(error: str | Json | None) -> str:
+    content = error.get("content") if isinstance(error, dict) else error
+    if content is None:
+        return ""
+    return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+
+
 def _text_of(part: Json) -> str:
     return part.get("text") or part.get("refusal") or ""
 
 
 @final
 class ResponseShape:
-    """How /v1/responses words one answer. `keep`: gets the response at its end."""
+    """How /v1/responses words one answer. `keep`: gets the response at its end. `is_episode`: the server calls the
+    tools; then their calls and results are items of the answer, as those of an MCP server.
+    """
 
     def __init__(
         self,
@@ -350,7 +402,10 @@ class ResponseShape:
         model: Served,
         form: AnswerForm,
         keep: Callable[[Json], None],
+        *,
+        is_episode: bool = False,
     ) -> None:
+        self.is_episode = is_episode
         self.params = params
         self.model = model
         self.ping: str | None = None
@@ -396,14 +451,24 @@ class ResponseShape:
         parser = self.form.parser()
         output = Output()
         async for _, event in events:
+            if isinstance(event, Step):
+                called = [
+                    (sent_id(self.form.tools, call), call, result) for call, result in event.called
+                ]
+                rest = self._shown(parser.flush())
+                for written in (*output.push(rest, None), *output.push_called(called)):
+                    yield written
+                parser = self.form.parser()
+                continue
             if isinstance(event, Piece):
-                for written in output.push(parser.push(event.text), event.chance):
+                parts = self._shown(parser.push(event.text))
+                for written in output.push(parts, event.chance):
                     yield written
                 continue
             if event.problem:
                 yield event
                 return
-            for written in output.push(parser.flush(), None):
+            for written in output.push(self._shown(parser.flush()), None):
                 yield written
             status = "completed" if event.reason == "stop" else "incomplete"
             for written in output.end(status):
@@ -411,6 +476,10 @@ class ResponseShape:
             response = self._response(output.items, event, prompt_tokens)
             self.keep(response)
             yield {"type": f"response.{status}", "response": response}
+
+    def _shown(self, parts: Sequence[Delta]) -> list[Delta]:
+        """Without calls that the server makes: they come with their results."""
+        return [part for part in parts if part.call is None or not self.is_episode]
 
     def _response(self, output: Sequence[Json], end: End | None, prompt_tokens: int) -> Json:
         """`end`: None while it is written."""
@@ -433,7 +502,9 @@ class ResponseShape:
             text |= params.text.model_dump(by_alias=True, exclude_none=True)
         reasoning = None if params.reasoning is None else params.reasoning.model_dump()
         choice = params.tool_choice
+        more = {"episode": end.episode} if self.is_episode and end is not None else {}
         return {
+            **more,
             "id": self.id,
             "object": "response",
             "created_at": self.created,
@@ -484,6 +555,7 @@ class Output:
         self.items = list[Json]()
         self._open = False  # whether the last item is still written
         self._chances = list[Chance]()  # of text that is held back
+        self._turns = 0  # that the server answered
 
     def push(self, parts: Sequence[Delta], chance: Chance | None) -> Iterator[Json]:
         """The events of new parts of the answer. `chance`: of the token that they came with."""
@@ -500,6 +572,37 @@ class Output:
             elif part.content:
                 yield from self._begin("message", "msg_")
                 yield from self._continue_text(part.content)
+
+    def push_called(self, called: Sequence[tuple[str, ToolCall, ToolResult]]) -> Iterator[Json]:
+        """The events of calls of one turn that the server has made, with their results. Each has an id."""
+        self._turns += 1
+        self._chances.clear()
+        for id_, call, result in called:
+            yield from self._close("completed")
+            fields: Json = {"server_label": SERVER_LABEL, "name": call.name, "turn": self._turns}
+            results: Json = {"arguments": "", "output": None, "error": None}
+            begun = {"id": id_, "type": "mcp_call", "status": "in_progress"}
+            yield from self._add({**begun, **fields, **results})
+            self._open = False
+            item = self.items[-1]
+            place = {"item_id": id_, "output_index": len(self.items) - 1}
+            yield {"type": "response.mcp_call.in_progress", **place}
+            item["arguments"] = call.arguments
+            arguments = {"type": "response.mcp_call_arguments.delta", "delta": call.arguments}
+            yield {**arguments, **place}
+            done = {"type": "response.mcp_call_arguments.done", "arguments": call.arguments}
+            yield {**done, **place}
+            if result.failed:
+                item["error"] = {"type": "mcp_tool_execution_error", "content": result.text}
+            else:
+                item["output"] = result.text
+            item["status"] = "failed" if result.failed else "completed"
+            yield {"type": f"response.mcp_call.{item['status']}", **place}
+            yield {
+                "type": "response.output_item.done",
+                "output_index": place["output_index"],
+                "item": item,
+            }
 
     def end(self, status: str) -> Iterator[Json]:
         """The events at the end of the answer, which has at least an empty message."""

@@ -4,6 +4,7 @@ Each running request has a process for its tools; a few of them are kept, and fu
 """
 
 import asyncio
+import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -14,6 +15,8 @@ from typing import Any, TypeVar, final
 
 from bloomery.core.errors import UserError
 from bloomery.data.chat.tool_arguments import Json
+from bloomery.data.chat.tool_forms import ToolFormat
+from bloomery.data.chat.tools import ToolCall
 from bloomery.data.examples import Message
 from bloomery.plan.types import EpisodesPlan
 from bloomery.serve.engine import End, Engine, Job, Piece, QueueFull, Step
@@ -211,7 +214,8 @@ class ServedEpisode:
                     reason = "length" if self._episode.is_cut else event.reason
                     yield 0, replace(event, reason=reason, tokens=num_tokens, episode=summary)
                     return
-                yield 0, Step(messages=tuple(self._episode.messages[num_messages:]))
+                messages = tuple(self._episode.messages[num_messages:])
+                yield 0, Step(messages=messages, called=tuple(self._episode.called))
                 sampling = replace(
                     job.sampling,
                     max_new_tokens=most_tokens - num_tokens,
@@ -231,6 +235,14 @@ class ServedEpisode:
         longest = self._model.context if may_answer else 0
         truncated = not event.stopped
         return self._episode.go_on(event.ids, truncated=truncated, longest=longest)
+
+
+def sent_id(form: ToolFormat | None, call: ToolCall) -> str:
+    """The id of a call that clients see and send back: one that the chat template takes."""
+    if form is None:
+        return call.id
+    writes_ids = form.id_letters and not form.is_numbered
+    return call.id if writes_ids else form.id_of(secrets.token_hex(12))
 
 
 def refuse_misfits(params: ChatRequest) -> None:

@@ -17,7 +17,7 @@ from bloomery.data.tokenizer.tokenizer import Tokenizer
 from bloomery.infer.completions import Completion
 from bloomery.plan.types import EpisodesPlan
 from bloomery.train.rl.episodes import RunningEpisode
-from bloomery.train.rl.tools import Tools
+from bloomery.train.rl.tools import ToolResult, Tools
 
 NUMBER = 0  # of the episode in the process of its tools, which plays no other
 
@@ -38,6 +38,7 @@ class LiveEpisode:
         self._has_environment = plan.environment.is_set
         self._place = plan.environment.place or "tools"
         self._episode = RunningEpisode(NUMBER, Completion(0, 0), 0)
+        self.called = list[tuple[ToolCall, ToolResult]]()  # of the last answer
         self._of_template: Turns | None = None
         self._variables: Mapping[str, Any] = {}
         self.history: list[Message] = []
@@ -125,6 +126,7 @@ class LiveEpisode:
         if not episode.is_calling(turns) or episode.turns >= self._max_turns:
             return None
         results = self._tools.call({NUMBER: episode.calls})[NUMBER]
+        self.called = list(zip(episode.calls, results, strict=True))
         room = longest - len(episode.ids)
         if not episode.take_results(turns, results, room=room, variables=self._variables):
             return None
