@@ -1,10 +1,11 @@
 """The grammar of arguments with bare names, as Gemma 4 writes them: `days:2,city:<|"|>Bern<|"|>`."""
 
 import json
+from collections import deque
 from collections.abc import Mapping
 from typing import Any, final
 
-from bloomery.data.chat.tool_arguments import Json, kinds_of
+from bloomery.data.chat.tool_arguments import Json, definition_of, kinds_of
 from bloomery.infer.grammar_trials import unsupported_schema
 
 _SCALARS = ("integer", "number", "boolean", "null")
@@ -32,6 +33,8 @@ class BareRules:
         self._count = 0
         self.lines: list[str] = []
         self._has_any = False
+        self._definitions: dict[str, str] = {}  # their rules, by the reference to them
+        self._unwritten = deque[str]()
         kind = schema.get("type", "object")
         properties = schema.get("properties", {})
         required = schema.get("required", [])
@@ -39,9 +42,18 @@ class BareRules:
             raise unsupported_schema("arguments are an object of properties, some of them required")
         self.lines.append(f"{rule}: {self._members(schema, 0)}")
 
-    def _named(self, body: str) -> str:
+        # Each definition is one rule, however often it is named: it may hold itself. Its own may name further ones.
+        while self._unwritten:
+            reference = self._unwritten.popleft()
+            body = self._value(self._referred(reference), 0)
+            self.lines.append(f"{self._definitions[reference]}: {body}")
+
+    def _new_name(self) -> str:
         self._count += 1
-        name = f"{self._rule}_{self._count}"
+        return f"{self._rule}_{self._count}"
+
+    def _named(self, body: str) -> str:
+        name = self._new_name()
         self.lines.append(f"{name}: {body}")
         return name
 
@@ -70,8 +82,11 @@ class BareRules:
     def _value(self, schema: object, depth: int) -> str:
         if not isinstance(schema, Mapping) or depth > _DEEPEST:
             return self._any()
-        if isinstance(schema.get("$ref"), str):
-            return self._value(self._referred(schema["$ref"]), depth + 1)
+        if isinstance(reference := schema.get("$ref"), str):
+            if reference not in self._definitions:
+                self._definitions[reference] = self._new_name()
+                self._unwritten.append(reference)
+            return self._definitions[reference]
         if self._strict and (unknown := schema.keys() - _OBEYED - _OF_NUMBERS):
             raise unsupported_schema(f"{min(unknown)} in calls of this chat template")
         allowed = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -110,9 +125,7 @@ class BareRules:
         return json.dumps(json.dumps(value))
 
     def _referred(self, reference: str) -> object:
-        schema: object = self._schema if reference.startswith("#/") else None
-        for name in reference.split("/")[1:]:
-            schema = schema.get(name) if isinstance(schema, Mapping) else None
+        schema = definition_of(reference, self._schema)
         if schema is None:
             raise unsupported_schema(f"{reference} leads nowhere")
         return schema

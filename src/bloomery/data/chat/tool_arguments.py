@@ -87,10 +87,15 @@ def value_text(value: object) -> str:
 
 def kinds_of(schema: object, root: Json) -> frozenset[str]:
     """JSON's types that a schema allows; all of them where it does not say. `root` has its definitions."""
-    return _kinds(schema, root, 8)
+    return _kinds(schema, root, 8, {})
 
 
-def _kinds(schema: object, root: Json, depth: int) -> frozenset[str]:
+def _kinds(
+    schema: object, root: Json, depth: int, of_references: dict[str, frozenset[str]]
+) -> frozenset[str]:
+    """`of_references`: the types of definitions that have been read. Each is read once, however often it is named; one
+    that holds itself allows all of them there.
+    """
     if not isinstance(schema, Mapping) or not depth:
         return KINDS
     kinds = KINDS
@@ -103,17 +108,29 @@ def _kinds(schema: object, root: Json, depth: int) -> frozenset[str]:
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
             kinds &= frozenset[str]().union(
-                *(_kinds(each, root, depth - 1) for each in schema[key])
+                *(_kinds(each, root, depth - 1, of_references) for each in schema[key])
             )
     if isinstance(schema.get("allOf"), list):
         for each in schema["allOf"]:
-            kinds &= _kinds(each, root, depth - 1)
-    if isinstance(schema.get("$ref"), str):
-        found: object = root if schema["$ref"].startswith("#/") else None
-        for name in schema["$ref"].split("/")[1:]:
-            found = found.get(name) if isinstance(found, Mapping) else None
-        kinds &= _kinds(found, root, depth - 1)
+            kinds &= _kinds(each, root, depth - 1, of_references)
+    reference = schema.get("$ref")
+    if isinstance(reference, str):
+        if reference not in of_references:
+            of_references[reference] = KINDS
+            definition = definition_of(reference, root)
+            of_references[reference] = _kinds(definition, root, depth - 1, of_references)
+        kinds &= of_references[reference]
     return kinds
+
+
+def definition_of(reference: str, root: Json) -> object:
+    """The part of a schema that "#/$defs/name" names; None where it leads nowhere."""
+    if not reference.startswith("#/"):
+        return None
+    definition: object = root
+    for name in reference.split("/")[1:]:
+        definition = definition.get(name) if isinstance(definition, Mapping) else None
+    return definition
 
 
 def kind_of(value: object) -> str:
@@ -121,8 +138,8 @@ def kind_of(value: object) -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else "boolean"
     if isinstance(value, int | float):
-        # 2.0 is an integer for JSON Schema, too.
-        return "integer" if value == int(value) else "number"
+        # 2.0 is an integer for JSON Schema, too; 1e999 is infinite.
+        return "integer" if isinstance(value, int) or value.is_integer() else "number"
     if isinstance(value, str):
         return "string"
     return "array" if isinstance(value, list) else "object"
