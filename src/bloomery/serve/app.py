@@ -39,7 +39,8 @@ from bloomery.serve.engine import End, Engine, Job, Piece, QueueFull, Work
 from bloomery.serve.guard import MESSAGES, Guard, http_error, refused
 from bloomery.serve.kept import KeptResponses
 from bloomery.serve.limits import Refused
-from bloomery.serve.messages import CountRequest, MessageShape, MessagesRequest
+from bloomery.serve.message_blocks import MessageShape
+from bloomery.serve.messages import CountRequest, MessagesRequest
 from bloomery.serve.parameters import B, Json, parsed
 from bloomery.serve.pictures import picture_reference, refuse_count
 from bloomery.serve.prompt_scores import PromptScores, Scores
@@ -53,7 +54,8 @@ from bloomery.serve.requests import (
     prompts_of,
     schema_of,
 )
-from bloomery.serve.responses import ResponseShape, ResponsesRequest
+from bloomery.serve.response_items import ResponseShape
+from bloomery.serve.responses import ResponsesRequest
 from bloomery.serve.served import Served
 from bloomery.serve.server_tools import ServedEpisode, ServerTools, refuse_misfits
 from bloomery.serve.thoughts import AnswerForm
