@@ -83,6 +83,10 @@ def test_scoring_runs_beside_the_micro_batches_before_it(micro_batches, ranks_pe
         scored_at += scoring
         trained_at = max(trained_at, scored_at) + training
     assert total(with_scoring(parts, step, rate, tokens)).value == pytest.approx(trained_at)
+    # Of a dataset the next step is known: over many steps the slower of the two is never idle.
+    ahead = replace(step, scored_ahead=True)
+    slower = micro_batches * max(scoring, training)
+    assert total(with_scoring(parts, ahead, rate, tokens)).value == pytest.approx(slower)
     # The cores of a CPU do both, one after the other.
     on_cpu = total(with_scoring(parts, replace(step, on_gpu=False), rate, tokens)).value
     assert on_cpu == pytest.approx(micro_batches * (scoring + training))

@@ -21,7 +21,7 @@ from rollouts_for_tests import (
 )
 
 from bloomery.core.errors import UserError
-from bloomery.data.batch import Batch
+from bloomery.data.batch import Batch, LateExtras
 from bloomery.data.prepare.prepare import prepare
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.hardware.detect import detect
@@ -32,6 +32,7 @@ from bloomery.plan.resolve import resolve
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.load import load_recipe
 from bloomery.train import loop
+from bloomery.train.batch_source import StepBatches
 from bloomery.train.objectives import teacher
 from bloomery.train.objectives.objective import TEACHER_HIDDEN
 from bloomery.train.objectives.teacher import (
@@ -41,6 +42,7 @@ from bloomery.train.objectives.teacher import (
     load_teacher_output,
 )
 from bloomery.train.rl.rollout import RolloutSample, pack
+from bloomery.train.scorers.client import ScoredBefore
 from bloomery.train.scorers.process import LocalRanks, scoring_processes
 from bloomery.train.step import train_step
 from ranks import fields, losses, on_ranks, train
@@ -70,6 +72,10 @@ CASES = {
     "nf4": (*ALONE, "objective.teacher_quantize=nf4"),
     "sampled, bfloat16": (*ALONE, "objective.estimator=sampled", "train.precision=bfloat16"),
     "beside rewards": ("objective.teacher_kl_coef=0.5",),
+    "several steps on a rollout": (
+        *("objective.teacher_kl_coef=0.5", "objective.ce_coef=0.1", "objective.beta=0.1"),
+        *("objective.num_iterations=2", "objective.steps_per_generation=2", "train.max_steps=5"),
+    ),
     "told more": (*ALONE, "objective.teacher_prompt_template='{answer}! {prompt}'"),
 }
 
@@ -181,6 +187,32 @@ def test_the_rank_has_the_output_layer_alone(recipe):
     output = load_teacher_output(plan)
     assert torch.equal(output.lm_head.weight, load_teacher(plan).lm_head.weight)
     assert not output.lm_head.weight.requires_grad
+
+
+class Counted:
+    """In place of `Scorers`: how many micro-batches were sent, and no answers."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+
+    def with_teacher(self, batches, *, name):
+        self.sent += len(batches)
+        late = [LateExtras(batch.extras, name, lambda: pytest.fail("waited")) for batch in batches]
+        return [
+            replace(batch, extras=extras) for batch, extras in zip(batches, late, strict=True)
+        ]
+
+
+def test_the_next_step_on_a_rollout_is_sent_while_this_one_trains():
+    """And what other passes add to its micro-batches waits for nothing."""
+    scorers = Counted()
+    before = ScoredBefore(scorers, TEACHER_HIDDEN)
+    step = StepBatches(micro_batches(), 1).asked(before)
+    assert scorers.sent == 2
+    assert step.asked(before).batches == step.batches and scorers.sent == 2
+    completed = [batch.with_extras(scale=torch.ones(())) for batch in step.batches]
+    assert before(None, completed) == completed and scorers.sent == 2
+    assert all({"scale", TEACHER_HIDDEN} <= set(batch.extras) for batch in completed)
 
 
 def test_after_out_of_memory_the_same_processes_score_smaller_micro_batches(

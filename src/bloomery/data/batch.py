@@ -1,7 +1,8 @@
 """The micro-batch: tokens, labels and masks, what an objective adds to them, and where things stand in them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import final
 
 from torch import Tensor
 
@@ -27,6 +28,37 @@ class Places:
             loss_positions=change(self.loss_positions),
             document_offsets=change(self.document_offsets),
         )
+
+
+@final
+class LateExtras(Mapping[str, Tensor]):
+    """Extras of a batch with one that another process still computes: reading that one waits for it."""
+
+    def __init__(
+        self, present: Mapping[str, Tensor], name: str, wait: Callable[[], Tensor]
+    ) -> None:
+        """`name`: of the extra that `wait` gives, the same tensor each time."""
+        self._present = dict(present)
+        self._name = name
+        self._wait = wait
+
+    def with_present(self, tensors: Mapping[str, Tensor]) -> "LateExtras":
+        """These with further ones, which do not replace the late one."""
+        assert self._name not in tensors
+        return LateExtras({**self._present, **tensors}, self._name, self._wait)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._wait() if name == self._name else self._present[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name == self._name or name in self._present
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._present
+        yield self._name
+
+    def __len__(self) -> int:
+        return len(self._present) + 1
 
 
 @dataclass(frozen=True)
@@ -99,6 +131,8 @@ class Batch:
 
     def with_extras(self, **tensors: Tensor) -> "Batch":
         """The same batch with these extras added or replaced."""
+        if isinstance(self.extras, LateExtras):
+            return replace(self, extras=self.extras.with_present(tensors))
         return replace(self, extras={**self.extras, **tensors})
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Batch":

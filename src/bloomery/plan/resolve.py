@@ -604,6 +604,7 @@ def step_shape(
         teacher_place=teacher_place(
             recipe, aligns_texts=dataset is not None and dataset.alignment is not None
         ),
+        scored_ahead=not isinstance(recipe.objective, Rollouts),
         teacher_tokens=teacher_tokens(recipe),
         extra_forwards=extra_forwards(recipe),
         loss_share=1.0 if dataset is None else dataset.loss_share,

@@ -6,7 +6,7 @@ source in its `ObjectiveSpec`. The loop does not know which one it has.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, final
 
@@ -20,7 +20,9 @@ from bloomery.model.decoder import Decoder
 from bloomery.monitor.events import Emit
 from bloomery.parallel.mesh import SINGLE_RANK, Mesh
 from bloomery.plan.types import DataPlan, RunPlan
-from bloomery.train.scorers.client import Scorers
+from bloomery.train.objectives.objective import TEACHER_HIDDEN
+from bloomery.train.objectives.text_spans import TEACHER_SPAN_LOGPS
+from bloomery.train.scorers.client import ScoredBefore, Scorers
 from bloomery.train.state import TrainState
 
 
@@ -37,6 +39,18 @@ class StepBatches:
     tokens: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
+
+    def asked(self, teacher: ScoredBefore) -> "StepBatches":
+        """The same step, whose micro-batches are with the processes that score."""
+        return replace(self, batches=teacher.ask(self.batches))
+
+
+def asked_ahead(inputs: "SourceInputs") -> ScoredBefore | None:
+    """What sends micro-batches to a teacher in scoring processes, before their step; None without one."""
+    plan = inputs.plan
+    if inputs.scorers is None or plan.objective.taught_by is None:
+        return None
+    return ScoredBefore(inputs.scorers, TEACHER_SPAN_LOGPS if plan.aligns_texts else TEACHER_HIDDEN)
 
 
 class BatchSource(Protocol):
@@ -88,6 +102,7 @@ class DatasetSource:
             seed=inputs.plan.train.seed,
             top_scores=inputs.plan.objective.stored_scores,
         )
+        self._ahead = asked_ahead(inputs)
 
     @contextmanager
     def steps(self, plan: RunPlan) -> Iterator[Iterator[StepBatches]]:
@@ -105,8 +120,18 @@ class DatasetSource:
                 batches = [prefetcher.next() for _ in range(train.accumulation)]
                 yield StepBatches(batches, train.sequences_per_step)
 
+        def steps_ahead(teacher: ScoredBefore) -> Iterator[StepBatches]:
+            """Each is sent to the processes that score while the one before it trains."""
+            upcoming = next(all_steps).asked(teacher)
+            while True:
+                current = upcoming
+                upcoming = next(all_steps).asked(teacher)
+                yield current
+
+        all_steps = steps()
+
         with prefetcher:
-            yield steps()
+            yield all_steps if self._ahead is None else steps_ahead(self._ahead)
 
 
 def open_loader(

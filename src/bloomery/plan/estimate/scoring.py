@@ -61,8 +61,8 @@ def with_scoring(
 ) -> dict[str, Estimate]:
     """The parts of a step whose micro-batches are scored one after the other, while those before them train.
 
-    The first one is waited for, and all of them where scoring takes longer. Processes of a CPU share its cores, so that
-    nothing is hidden.
+    The first one is waited for, unless it is of a step that was sent ahead, and all of them where scoring takes longer.
+    Processes of a CPU share its cores, so that nothing is hidden.
     """
     scoring = scoring_seconds(step, rate, tokens)
     training = total(parts).value
@@ -70,6 +70,8 @@ def with_scoring(
     waiting = scoring
     if step.on_gpu:
         seconds = max(scoring + training / micro_batches, scoring / micro_batches + training)
+        if step.scored_ahead:
+            seconds = max(scoring, training)
         waiting = seconds - training
     estimate = Estimate(value=waiting, low=waiting * 0.8, high=waiting * 1.5, origin="table")
     return {**parts, WAITING_FOR_TEACHER: estimate}

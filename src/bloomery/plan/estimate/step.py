@@ -71,6 +71,7 @@ class StepShape:
     # Where a teacher is: output, away: its layers, or all of it, are on a device that only scores.
     teacher_place: TeacherPlace = "device"
     ranks_per_scorer: float = 1.0  # devices that train for each that scores
+    scored_ahead: bool = False  # the next step is scored while this one trains
     # Loss tokens of a step, whose hidden states are kept from the teacher's pass where that is before the step's own.
     teacher_tokens: int = 0
     extra_forwards: int = 0  # of the reference model, and of the model as its own teacher

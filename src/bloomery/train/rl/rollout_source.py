@@ -37,7 +37,7 @@ from bloomery.recipe.objectives import (
     RewardedRollouts,
     Rollouts,
 )
-from bloomery.train.batch_source import SourceInputs, StepBatches
+from bloomery.train.batch_source import SourceInputs, StepBatches, asked_ahead
 from bloomery.train.objectives.distillation import (
     before_of_teacher,
     on_policy_head,
@@ -71,7 +71,7 @@ from bloomery.train.rl.scoring import CompletionScorer, columns_of
 from bloomery.train.rl.teacher_prompts import TeacherPrompts
 from bloomery.train.rl.teacher_reader import TeacherReader
 from bloomery.train.rl.teacher_texts import teacher_texts
-from bloomery.train.scorers.client import TeacherOutput
+from bloomery.train.scorers.client import ScoredBefore, TeacherOutput
 from bloomery.train.state import TrainState
 
 REPORT_SECONDS = 1.0
@@ -168,9 +168,10 @@ class RolloutSource:
         emit: Emit,
         stop: Callable[[], bool],
         time_is_up: Callable[[], bool],
+        ahead: ScoredBefore | None = None,
     ) -> None:
         """`taught`: what a teacher thinks of completions; None without one. `teacher_reader`: what it reads, where that
-        is not what the model has.
+        is not what the model has. `ahead`: sends the next step on a rollout to a teacher in scoring processes.
         """
         self._state = state
         self._sampler = Sampler(
@@ -195,6 +196,7 @@ class RolloutSource:
         self._run_dir = run_dir
         self._emit = emit
         self._time_is_up = time_is_up
+        self._ahead = ahead
         self._rewards_are_slow = False  # then their beginning is told
         self._last_sampled: SampledRollout | None = None  # by this process
 
@@ -215,6 +217,8 @@ class RolloutSource:
             yield self._steps(plan)
 
     def _steps(self, plan: RunPlan) -> Iterator[StepBatches]:
+        shape = MicroBatchShape.of(plan.train, plan.data)
+        upcoming: StepBatches | None = None  # of the same rollout, which scoring processes have
         while True:
             # A checkpoint may hold the rest of a rollout; its first steps have been taken.
             step = self._state.progress.step
@@ -228,14 +232,14 @@ class RolloutSource:
             metrics: dict[str, float] = {}
             if self._last_sampled is not None and self._last_sampled.rollout is rollout:
                 metrics = self._last_sampled.metrics if step == rollout.first_step else {}
-            yield self._step_of(
-                rollout,
-                step - rollout.first_step,
-                MicroBatchShape.of(plan.train, plan.data),
-                seed=plan.train.seed,
-                metrics=metrics,
-                seconds=seconds,
-            )
+            number = step - rollout.first_step
+            current = upcoming or self._step_of(rollout, number, shape, seed=plan.train.seed)
+            upcoming = None
+            if self._ahead is not None and number + 1 < rollout.num_steps:
+                current = current.asked(self._ahead)
+                following = self._step_of(rollout, number + 1, shape, seed=plan.train.seed)
+                upcoming = following.asked(self._ahead)
+            yield replace(current, metrics=metrics, seconds=seconds)
 
     def evaluate(
         self, plan: RunPlan, limit: int | None
@@ -428,8 +432,6 @@ class RolloutSource:
         shape: MicroBatchShape,
         *,
         seed: int,
-        metrics: dict[str, float],
-        seconds: dict[str, float],
     ) -> StepBatches:
         """The micro-batches of the rollout's step of that number, on this rank."""
         # 1. Each pass goes through the samples in an order of its own, a part of them in each step.
@@ -453,8 +455,6 @@ class RolloutSource:
             batches,
             consumed=rollout.num_prompts if is_last else 0,
             tokens=sum(map(len, samples)),
-            metrics=metrics,
-            seconds=seconds,
         )
 
     def _completed(self, batch: Batch, members: PlacedSamples, *, per_token: float) -> Batch:
@@ -587,6 +587,7 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
         emit=inputs.emit,
         stop=inputs.stop,
         time_is_up=inputs.time_is_up,
+        ahead=asked_ahead(inputs),
     )
 
 

@@ -1,7 +1,8 @@
 """What a training rank asks of processes that score: what a teacher thinks of micro-batches, the values of texts."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any, Protocol, final
 from weakref import WeakValueDictionary
 
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from bloomery.core.child import Channel, Message
 from bloomery.core.errors import UserError
-from bloomery.data.batch import Batch
+from bloomery.data.batch import Batch, LateExtras
 from bloomery.model.decoder import Decoder
 from bloomery.train.scorers.messages import packed_tensors, tensors_of, unpacked_tensors
 
@@ -91,37 +92,6 @@ class Scorer:
 
 
 @final
-class PendingExtras(Mapping[str, Tensor]):
-    """The extras of a micro-batch with those that a scoring process still computes: reading one of these waits."""
-
-    def __init__(
-        self, present: Mapping[str, Tensor], scorer: Scorer, answer: Answer, *, name: str
-    ) -> None:
-        """`name`: of the extra that is awaited."""
-        self._present = dict(present)
-        self._scorer = scorer
-        self._answer: Answer | None = answer
-        self._name = name
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name == self._name and self._answer is not None:
-            message = self._scorer.wait(self._answer)
-            tensors = unpacked_tensors(message["tensors"], message.get("content", b""))
-            self._present[name] = tensors[name]
-            self._answer = None
-        return self._present[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name == self._name or name in self._present
-
-    def __iter__(self) -> Iterator[str]:
-        return iter({**dict.fromkeys(self._present), self._name: None})
-
-    def __len__(self) -> int:
-        return len({*self._present, self._name})
-
-
-@final
 class Scorers:
     """The scoring processes that serve this rank. Several share its requests."""
 
@@ -148,8 +118,8 @@ class Scorers:
             header, content = packed_tensors(tensors_of(batch))
             request = {"kind": "teacher", "tensors": header, "places": batch.places is not None}
             answer = scorer.ask(request, content)
-            extras = PendingExtras(batch.extras, scorer, answer, name=name)
-            completed.append(replace(batch, extras=extras))
+            late = cache(partial(_tensor_of, scorer, answer, name))
+            completed.append(replace(batch, extras=LateExtras(batch.extras, name, late)))
         return completed
 
     def values(
@@ -176,6 +146,11 @@ class TeacherOutput:
 
     lm_head: nn.Linear
     final_softcap: float | None
+
+
+def _tensor_of(scorer: Scorer, answer: Answer, name: str) -> Tensor:
+    message = scorer.wait(answer)
+    return unpacked_tensors(message["tensors"], message.get("content", b""))[name]
 
 
 class TeacherScorers(Protocol):
@@ -207,4 +182,10 @@ class ScoredBefore:
 
     def __call__(self, model: Decoder, batches: Sequence[Batch]) -> list[Batch]:
         del model
+        return self.ask(batches)
+
+    def ask(self, batches: Sequence[Batch]) -> list[Batch]:
+        """Micro-batches that were sent ahead of their step stay as they are."""
+        if all(self.name in batch.extras for batch in batches):
+            return list(batches)
         return self.scorers.with_teacher(batches, name=self.name)
