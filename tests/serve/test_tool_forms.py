@@ -1,8 +1,6 @@
 """Forms of tool calls with tokens of their own: found in templates, read in pieces, kept to by grammars, served."""
 
 import json
-import math
-import time
 from contextlib import closing
 from importlib.resources import files
 from pathlib import Path
@@ -18,7 +16,6 @@ from bloomery.core.errors import UserError
 from bloomery.data.chat.channels import ChannelParser
 from bloomery.data.chat.render import Renderer, chat_format
 from bloomery.data.chat.thoughts import without_thought
-from bloomery.data.chat.tool_arguments import KINDS, kind_of, kinds_of
 from bloomery.data.chat.tool_forms import FORMS, ToolFormat, call_ends, tool_format
 from bloomery.data.chat.tools import calls_in, parser_of
 from bloomery.data.chat.turns import Turns
@@ -27,7 +24,6 @@ from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.infer.decode import sample_tokens
 from bloomery.infer.grammar import JsonGrammars
 from bloomery.infer.sampling import Sampling
-from bloomery.serve.bare_arguments import BareRules
 from bloomery.serve.tools import AnswerRules, answer_grammar
 from models_for_tests import make_chat_model
 from tool_templates import OTHER_FORMS
@@ -498,96 +494,3 @@ def test_a_grammar_names_the_type_of_each_value(tmp_path: Path, name: str) -> No
             )
         for arguments in bad:
             assert not is_taken(form.written("f", arguments)), arguments
-
-
-SELF = {"$ref": "#/$defs/node"}
-NODE = {
-    "type": "object",
-    "properties": {"n": {"type": "integer"}, "next": SELF},
-    "required": ["n"],
-    "additionalProperties": False,
-}
-
-
-def bare_rules(schema: dict) -> list[str]:
-    return BareRules("r", schema, strict=False, quote="<[5]>", text="text").lines
-
-
-def of_definitions(properties: dict, **definitions: object) -> dict:
-    return {
-        "type": "object",
-        "properties": properties,
-        "additionalProperties": False,
-        "$defs": definitions,
-    }
-
-
-def test_a_schema_that_holds_itself_has_a_rule_for_each_definition() -> None:
-    """The rules of 100 references in a definition to itself would be a million for each level."""
-    members = {f"p{number}": SELF for number in range(100)}
-    node = {"type": "object", "properties": members}
-    assert len(bare_rules(of_definitions(members, node=node))) < 1000
-    schema = of_definitions({}, node={"anyOf": [SELF] * 100})
-    begun = time.process_time()
-    assert kinds_of(SELF, schema) == KINDS
-    assert time.process_time() - begun < 1.0
-
-
-@pytest.mark.parametrize("name", ["Gemma 4", "FunctionGemma"])
-def test_arguments_that_hold_themselves_are_bound_at_any_depth(tmp_path: Path, name: str) -> None:
-    tokenizer = load_tokenizer(chat_model(tmp_path, name))
-    form = FORM[name]
-    end = tokenizer.id_of("<|im_end|>")
-    parameters = of_definitions({"node": SELF}, node=NODE)
-    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-    grammar = answer_grammar(AnswerRules([tool], required=True), form, tokenizer, [end])
-
-    def nested(innermost: dict) -> dict:
-        node = innermost
-        for number in range(12):
-            node = {"n": number, "next": node}
-        return {"node": node}
-
-    with closing(JsonGrammars(tokenizer, tokenizer.vocab_size, [end])) as grammars:
-        for innermost, is_valid in (({"n": 1}, True), ({"n": "one"}, False), ({}, False)):
-            follow = grammars.follow(grammar)
-            text = form.written("f", nested(innermost))
-            for token in (*tokenizer.encode(text, special=True), end):
-                is_taken = follow.masked(torch.zeros(tokenizer.vocab_size))[token] == 0
-                if not is_taken:
-                    break
-                follow.take(token)
-            assert is_taken == is_valid, innermost
-
-
-@pytest.mark.parametrize(
-    "definitions",
-    [
-        {"node": SELF},
-        {"node": {"$ref": "#/$defs/other"}, "other": SELF},
-        {"node": {"anyOf": [SELF, {"type": "integer"}]}},
-    ],
-)
-def test_a_definition_that_is_only_itself_ends(tmp_path: Path, definitions: dict) -> None:
-    """Refused or followed: a client may send it."""
-    tokenizer = load_tokenizer(chat_model(tmp_path, "Gemma 4"))
-    end = tokenizer.id_of("<|im_end|>")
-    parameters = of_definitions({"node": SELF}, **definitions)
-    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-    rules = AnswerRules([tool], required=True)
-    grammar = answer_grammar(rules, FORM["Gemma 4"], tokenizer, [end])
-    with closing(JsonGrammars(tokenizer, tokenizer.vocab_size, [end])) as grammars:
-        try:
-            follow = grammars.follow(grammar)
-        except UserError:
-            return
-        assert (follow.masked(torch.zeros(tokenizer.vocab_size)) == 0).any()
-
-
-def test_an_infinite_number_has_a_type() -> None:
-    assert [kind_of(value) for value in (math.inf, 2.0, 2.5, 10**400)] == [
-        "number",
-        "integer",
-        "number",
-        "integer",
-    ]

@@ -22,6 +22,9 @@ from bloomery.serve.bare_arguments import BareRules
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # Text that is free up to a mark obeys no more than these; of a strict tool, others are an error.
 _OF_ANY_TEXT = {"type", "title", "description", "default", "examples", "anyOf"}
+MOST_CHARACTERS = (
+    2**23
+)  # of a grammar: a request of 2 MiB that repeats its definitions would take gigabytes
 
 
 @final
@@ -75,6 +78,7 @@ def _call_rules(
 ) -> list[str]:
     opening = _markup(form.opening, tokenizer)
     lines = list[str]()
+    num_characters = 0
     for number, tool in enumerate(rules.tools):
         function = tool["function"]
         schema = function.get("parameters") or {"additionalProperties": False}
@@ -89,9 +93,12 @@ def _call_rules(
             quote = _marker(form.parameters.quote, tokenizer)
             lines += BareRules(rule, schema, strict=strict, quote=quote, text="bare_text").lines
         else:
-            lines += _ParameterRules(
+            of_tool = _ParameterRules(
                 form.parameters, schema, guidance, strict, tokenizer, ends
             ).lines(rule)
+            lines += of_tool
+            num_characters += sum(map(len, of_tool))
+            _refuse_long(num_characters)
         before, after = (
             f" /{form.id_letters}/ ".join(_markup(mark, tokenizer) for mark in part.split(ID))
             for part in form.name
@@ -184,10 +191,15 @@ class _ParameterRules:
         if kind != "object" or not isinstance(properties, dict) or not isinstance(required, list):
             raise unsupported_schema("arguments are an object of properties, some of them required")
         begin = _markup(self.marks.before, self.tokenizer)
+        num_characters = 0
         lines, order = list[str](), list[tuple[str, bool]]()
         for place, (name, schema) in enumerate(properties.items()):
-            lines += self._value(f"{rule}_{place}", f"{begin} {json.dumps(name)}", schema)
+            of_value = self._value(f"{rule}_{place}", f"{begin} {json.dumps(name)}", schema)
+            lines += of_value
             order.append((f"{rule}_{place}", name in required))
+            # Each argument that names a definition has a copy of all of them.
+            num_characters += sum(map(len, of_value))
+            _refuse_long(num_characters)
         # Others are written where the schema asks for them, or says nothing of its arguments.
         further = self.schema.get("additionalProperties", not properties)
         last = '""'
@@ -249,10 +261,12 @@ class _ParameterRules:
 
     def _json(self, rule: str, begin: str, described: Json, kinds: Collection[str]) -> list[str]:
         """A value that is JSON, of some types."""
-        definitions = {
-            key: self.schema[key] for key in ("$defs", "definitions") if key in self.schema
-        }
-        value = json.dumps({**definitions, **described, "x-guidance": self.guidance})
+        value = json.dumps({**described, "x-guidance": self.guidance})
+        if '"$ref"' in value:
+            definitions = {
+                key: self.schema[key] for key in ("$defs", "definitions") if key in self.schema
+            }
+            value = json.dumps({**definitions, **described, "x-guidance": self.guidance})
         heads = dict.fromkeys(self._head(begin, kind) for kind in sorted(kinds))
         after = _markup(self.marks.after, self.tokenizer)
         return [f"{rule}_json: %json {value}", f"{rule}: ({' | '.join(heads)}) {rule}_json {after}"]
@@ -278,6 +292,13 @@ def _is_plain(schema: Json) -> bool:
         isinstance(each, dict) and each.get("type") not in ("object", "array") and _is_plain(each)
         for each in alternatives
     )
+
+
+def _refuse_long(num_characters: int) -> None:
+    if num_characters > MOST_CHARACTERS:
+        raise unsupported_schema(
+            f"definitions that many arguments name: a grammar of more than {MOST_CHARACTERS:,} characters"
+        )
 
 
 def _object(schema: Json, guidance: Json) -> str:
