@@ -31,6 +31,13 @@ def browser(chromium: Browser) -> Browser:
     return chromium
 
 
+@pytest.fixture
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder of a test, whose runs and data studio shows."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With three runs, two of which have a checkpoint, and two datasets."""

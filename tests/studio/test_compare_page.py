@@ -16,10 +16,7 @@ from runs_for_tests import made_up_run, step_done
 
 pytest.importorskip("nicegui", reason="the extra `studio` is not installed")
 
-
-@pytest.fixture(autouse=True)
-def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def test_points_by_tokens_and_hours_are_those_by_step_at_other_positions() -> None:
@@ -203,7 +200,7 @@ def test_selected_runs_are_deleted_after_a_question_that_lists_what_goes() -> No
 
         user.find(kind=ui.button, content="Delete").click()
         await user.should_see("This cannot be undone")
-        user.find("Delete them").click()
+        user.find("Delete it").click()
         await until(lambda: commands.started)
         assert commands.started == [("runs", "rm", "runs/one", "--yes")]
 

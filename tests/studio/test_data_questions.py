@@ -31,10 +31,7 @@ MESSY += (
 )
 PAIR = {"question": "How?", "good_answer": "Press the button.", "bad_answer": "No idea."}
 
-
-@pytest.fixture(autouse=True)
-def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def write_pairs() -> None:

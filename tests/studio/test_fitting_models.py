@@ -12,10 +12,7 @@ from bloomery.recipe.load import load_recipe
 
 pytest.importorskip("nicegui", reason="the extra `studio` is not installed")
 
-
-@pytest.fixture(autouse=True)
-def _in_empty_folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def test_every_card_that_is_offered_is_one_of_the_table() -> None:

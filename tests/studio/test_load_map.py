@@ -1,7 +1,5 @@
 """The page of a mixture's run shows the newest load of its experts. Oracle: the events."""
 
-from pathlib import Path
-
 import pytest
 from studio_for_tests import make_run, with_user
 
@@ -11,12 +9,7 @@ from runs_for_tests import made_up_run, step_done
 
 pytest.importorskip("nicegui", reason="the extra `studio` is not installed")
 
-
-@pytest.fixture(autouse=True)
-def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
+pytestmark = pytest.mark.usefixtures("empty_folder")
 RATIOS = {"1": [0.0, 2.0, 1.0, 1.0], "2": [1.0, 0.5, 0.5, 2.0]}
 
 

@@ -12,10 +12,7 @@ from bloomery.hardware.telemetry import SensorReading
 pytest.importorskip("nicegui", reason="the extra `studio` is not installed")
 MACHINES = Path(__file__).parents[1] / "machines"
 
-
-@pytest.fixture(autouse=True)
-def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def with_sensors(monkeypatch: pytest.MonkeyPatch, *readings: SensorReading) -> None:

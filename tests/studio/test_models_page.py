@@ -25,10 +25,7 @@ from plan_help import loaded, machine, planned
 
 pytest.importorskip("nicegui", reason="the extra `studio` is not installed")
 
-
-@pytest.fixture(autouse=True)
-def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def make_folder(folder: Path, *, weights: int = 1000, **config: str) -> Path:

@@ -17,10 +17,7 @@ pytest.importorskip("nicegui", reason="the extra `studio` is not installed")
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # of the table of known models: no network is needed
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 
-
-@pytest.fixture(autouse=True)
-def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def write_rows(path: str, *rows: object) -> None:

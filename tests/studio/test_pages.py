@@ -1,7 +1,6 @@
 """Pages as NiceGUI's simulated user sees them: no browser, no network."""
 
 import asyncio
-from pathlib import Path
 
 import pytest
 from studio_for_tests import (
@@ -19,10 +18,7 @@ from runs_for_tests import made_up_run, step_done
 
 pytest.importorskip("nicegui", reason="the extra `studio` is not installed")
 
-
-@pytest.fixture(autouse=True)
-def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def test_the_list_and_a_run_with_its_charts_events_and_buttons() -> None:

@@ -26,10 +26,7 @@ adapter: lora
 train: {epochs: 2}
 """
 
-
-@pytest.fixture(autouse=True)
-def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def recipe_of(text: str):

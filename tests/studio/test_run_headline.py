@@ -1,7 +1,6 @@
 """What decides about a run comes first, and sentences say what the numbers mean."""
 
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,10 +12,7 @@ from runs_for_tests import made_up_run, step_done
 
 pytest.importorskip("nicegui", reason="the extra `studio` is not installed")
 
-
-@pytest.fixture(autouse=True)
-def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def figures_of(events, *, end: RunEnded | None = None) -> dict[str, tuple[str, str, str]]:

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from studio_for_tests import make_run, texts_of, titles_of_charts, until, with_user
@@ -19,10 +18,7 @@ from runs_for_tests import made_up_run, step_done
 
 pytest.importorskip("nicegui", reason="the extra `studio` is not installed")
 
-
-@pytest.fixture(autouse=True)
-def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def charts_by_title(user) -> dict[str, dict]:

@@ -1,7 +1,5 @@
 """What the model of a run writes, by step: samples, and completions that are episodes with tools."""
 
-from pathlib import Path
-
 import pytest
 from studio_for_tests import episode, make_run, texts_of, until, with_user, write_rollout
 
@@ -11,10 +9,7 @@ from runs_for_tests import step_done
 
 pytest.importorskip("nicegui", reason="the extra `studio` is not installed")
 
-
-@pytest.fixture(autouse=True)
-def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def sampled(step: int, prompt: str, completion: str) -> Sampled:

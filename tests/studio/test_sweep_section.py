@@ -18,10 +18,7 @@ from runs_for_tests import made_up_run
 pytest.importorskip("nicegui", reason="the extra `studio` is not installed")
 RATES = ("1e-4", "1e-3", "1e-2")
 
-
-@pytest.fixture(autouse=True)
-def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def make_sweep(name: str = "s", *, judged: int = 3) -> Path:

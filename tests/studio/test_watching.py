@@ -44,10 +44,7 @@ from bloomery.view.step_columns import StepColumns, read_ends, read_groups
 from bloomery.view.summary import summary_of
 from runs_for_tests import made_up_run, step_done
 
-
-@pytest.fixture(autouse=True)
-def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def needs_nicegui() -> None:

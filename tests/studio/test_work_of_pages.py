@@ -29,10 +29,7 @@ def note_opened(event: str, arguments: tuple[object, ...]) -> None:
 
 sys.addaudithook(note_opened)
 
-
-@pytest.fixture(autouse=True)
-def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 @pytest.fixture
