@@ -213,3 +213,31 @@ async def select(user, table, *rows) -> None:
     arguments = {"keys": [row["name"] for row in rows], "rows": list(rows), "added": True}
     user.find(type(table)).trigger("selection", arguments)
     await until(lambda: [row["name"] for row in table.selected] == arguments["keys"])
+
+
+def test_of_many_differences_the_first_are_those_that_all_recipes_set() -> None:
+    from nicegui import ui
+
+    from bloomery.studio.compare_page import MOST_KEYS
+
+    for name, recipe in (
+        ("small", "extends: go-coder-tiny\noptimizer: {learning_rate: 1e-3}\n"),
+        ("tuned", "model: {from: /m}\ndata: {path: d}\nadapter: lora\noptimizer: {learning_rate: 2e-4}\n"),
+    ):
+        (make_run(name) / "recipe.yaml").write_text(recipe, encoding="utf-8")
+
+    async def visit(user) -> None:
+        await user.open("/compare?runs=small%2Ftuned")
+        await user.should_see("keys that differ", retries=100)
+        table = next(
+            table
+            for table in user.find(ui.table).elements
+            if any(row["key"] == "optimizer.learning_rate" for row in table.rows)
+        )
+        assert len(table.rows) == MOST_KEYS
+        unset = [bool({"null", "–"} & {*row.values()}) for row in table.rows]
+        assert unset == sorted(unset) and not unset[0]
+        user.find("keys that differ").click()
+        await until(lambda: len(table.rows) > MOST_KEYS)
+
+    with_user(visit)

@@ -319,6 +319,10 @@ class LineChart:
                 "offset": [0, -12 if self._best == "lowest" else 12],
                 "fontWeight": 600,
                 "fontSize": 12,
+                # The curve may pass behind it.
+                ":backgroundColor": "studioColor('card', 0.8)",
+                "padding": [1, 4],
+                "borderRadius": 3,
                 **color,
             },
             "data": [{"coord": [step, value]}],

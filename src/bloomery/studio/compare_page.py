@@ -48,6 +48,8 @@ LEAST_LINES = 3  # runs from which on a picture says more than a table
 SUBJECT = "differences of runs"  # of its commands
 UNREADABLE = "recipe.yaml"  # the key of the reason why a recipe cannot be read
 _MISSING = "–"
+UNSET = {_MISSING, "null"}  # values of a key that a recipe does not set
+MOST_KEYS = 16  # that differ, before "all"
 _LOWER_IS_BETTER = ("bits_per_byte", "perplexity", "loss")  # of metrics of evaluations
 # A column of the tables is a run; `color` and `dash` are those of its curves.
 _HEADING = """
@@ -331,6 +333,10 @@ class CompareView:
         self._shown_lines: list[Line] = []
         self._recipes = self._table("What differs in the recipes")
         self._recipes.props("loading")
+        with self._recipes.parent_slot.parent:  # type: ignore[union-attr]  # a card
+            self._more = button("", self._show_all_keys, kind="quiet", icon="expand_more")
+        self._more.visible = False
+        self._rows: list[dict[str, str]] = []  # of every key that differs
         if len(self.runs) == 1:  # nothing can differ
             self._recipes.parent_slot.parent.visible = False  # type: ignore[union-attr]  # a card
         self._metrics = self._table("Final metrics")
@@ -533,10 +539,23 @@ class CompareView:
         differences = [
             {key: recipe[key] for key in recipe if key in different} for recipe in recipes
         ]
-        self._recipes.rows = _rows(differences)
+        # Runs of another kind differ in most keys: what all of them set comes first.
+        self._rows = sorted(_rows(differences), key=_is_not_of_all)
+        self._recipes.rows = self._rows[:MOST_KEYS]
+        self._more.text = f"All {len(self._rows)} keys that differ"
+        self._more.visible = len(self._rows) > MOST_KEYS
         self._settings = dict(zip(self.runs, differences, strict=True))
         if self._snapshots:
             self._judge()
+
+    def _show_all_keys(self) -> None:
+        self._recipes.rows = self._rows
+        self._more.visible = False
+
+
+def _is_not_of_all(row: Mapping[str, str]) -> bool:
+    """Whether some recipe does not set the key; why one cannot be read concerns all."""
+    return row["key"] != UNREADABLE and bool(UNSET & {*row.values()})
 
 
 def _rows(columns: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:

@@ -70,7 +70,7 @@ _BELOW = ("bits_per_byte", "temperature", "power", "seconds")
 _LINK = """<a :href="props.row.address" :data-focus="props.row.address" class="studio-name"
       @mouseenter="$parent.$emit('pointed', props.row.name)" @focus="$parent.$emit('pointed', props.row.name)">
       {{ props.row.title }}</a>"""
-_ABOUT = """<div class="run-about">{{ props.row.about }}
+_ABOUT = """<div v-if="props.row.about || props.row.tags.length" class="run-about">{{ props.row.about }}
     <span v-for="tag in props.row.tags" class="tag">{{ tag }}</span></div>
   <div v-if="props.row.note" class="run-about run-note-line">{{ props.row.note }}</div>"""
 _NAME_CELL = f'<q-td :props="props" class="run-name">{_LINK}{_ABOUT}</q-td>'
