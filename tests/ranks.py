@@ -110,6 +110,14 @@ def forget_groups() -> None:
     gc.collect()
 
 
+def forget_teacher() -> None:
+    """Ranks of a run load one together: in the next case some alone might have it."""
+    if "bloomery.train.objectives.teacher" in sys.modules:
+        from bloomery.train.objectives import teacher
+
+        teacher._load.cache_clear()
+
+
 def _serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
@@ -136,6 +144,7 @@ def _serve(pipe: Connection) -> None:
             with contextlib.suppress(Exception):
                 if dist.is_initialized():
                     dist.destroy_process_group()
+            forget_teacher()
             forget_groups()
             faulthandler.cancel_dump_traceback_later()
         # Only now: the answer ends the folder, and a store whose folder goes while it closes waits for 30 minutes.

@@ -136,15 +136,16 @@ def test_the_last_stage_alone_has_a_teacher_and_fewer_layers():
     assert stage_bytes(step, split, 1)["teacher"] == pytest.approx(2 * PARAMETERS, rel=0.01)
 
 
-def test_the_host_has_the_layers_once_for_each_device_with_the_head():
+def test_the_host_has_the_layers_once_and_for_each_device_of_a_last_stage():
     there = gpu_machine("MI300X")
     room = there.model_copy(
         update={"host": there.host.model_copy(update={"memory_free_bytes": 20 * GIB})}
     )
     streamed = recipe(teacher_stream="layers")
-    with pytest.raises(UserError, match="once for each of 4 devices"):
-        planned(over_devices(streamed, replicate=4), room, gpus=4)
+    with pytest.raises(UserError, match="once for each of 2 devices"):
+        planned(over_devices(streamed, pipeline=2, replicate=2), room, gpus=4)
     planned(over_devices(streamed, pipeline=4), room, gpus=4)
+    planned(over_devices(streamed, replicate=4), room, gpus=4)
 
 
 def test_a_teacher_that_cannot_share_sequences_is_named():

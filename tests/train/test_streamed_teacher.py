@@ -1,6 +1,7 @@
 """A teacher whose layers stay on the host: the bits of one on the device, one load of each layer per step."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,9 +9,12 @@ from rollouts_for_tests import metrics, plan_of, write_recipe
 
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
+from bloomery.parallel.process_group import join
+from bloomery.parallel.shared_memory import NAME
 from bloomery.parallel.streamed import StreamedWeights
-from bloomery.train.objectives.teacher import TeacherPlan, load_teacher
-from ranks import fields, losses, train
+from bloomery.plan.types import RunPlan
+from bloomery.train.objectives.teacher import TeacherPlan, load_teacher, teacher_of_rank
+from ranks import fields, losses, on_ranks, ranks, train
 
 LAYERS = 5
 
@@ -101,3 +105,29 @@ def test_the_plan_counts_what_is_on_the_device(recipe):
         for stream in ("off", "layers")
     }
     assert parts["layers"] < 0.25 * parts["off"]
+
+
+def hosted_on_ranks(plan_json):
+    """On every rank: whether this one read the layers, how often they are mapped, and a sum of the weights."""
+    plan = RunPlan.model_validate_json(plan_json)
+    teacher = teacher_of_rank(plan, join(plan.train))
+    stream = teacher.weight_stream
+    total = sum(float(parameter.double().sum()) for parameter in teacher.parameters())
+    return stream._host_copy.fills, Path("/proc/self/maps").read_text().count(NAME), total
+
+
+@pytest.mark.parametrize("layout", [{"replicate": 2}, {"shard": 2}, {"replicate": 2, "context": 2}])
+@pytest.mark.parametrize("form", ["none", "nf4"])
+def test_ranks_of_a_host_share_its_layers(recipe, layout, form):
+    quantized = (f"objective.teacher_quantize={form}", "model.num_kv_heads=2")
+    plan = plan_with(recipe, *CASES["alone"], *quantized, stream="layers")
+    first, second = ranks(2).call(hosted_on_ranks, on_ranks(plan, **layout).model_dump_json())
+    assert (first[:2], second[:2]) == ((True, 1), (False, 1))
+    assert first[2] == second[2] != 0
+
+
+def test_ranks_that_share_its_layers_train_as_one(recipe, tmp_path):
+    plan = plan_with(recipe, *CASES["alone"], stream="layers")
+    alone = train(plan, tmp_path / "alone")
+    both = train(on_ranks(plan, replicate=2), tmp_path / "both")
+    assert losses(both) == pytest.approx(losses(alone), rel=1e-6)

@@ -53,8 +53,8 @@ def shared_bytes(num_bytes: int, mesh: Mesh, device: torch.device) -> tuple[Tens
     if not hasattr(os, "memfd_create"):
         raise UserError(
             "ranks share the weights on the host by memory without a name, which Linux alone has",
-            where="parallel.stream",
-            fix="train on one device, or set parallel.stream=off",
+            where="weights that stream",
+            fix="train on one device, or stream no weights",
         )
     leader = host_leaders(mesh)[mesh.rank]
     is_leader = leader == mesh.rank
@@ -70,7 +70,7 @@ def shared_bytes(num_bytes: int, mesh: Mesh, device: torch.device) -> tuple[Tens
             raise UserError(
                 f"rank {mesh.rank} cannot open the memory of rank {leader} on {node_name()}: {error.strerror}",
                 where=path,
-                fix="start all ranks of a host in one container, or set parallel.stream=off",
+                fix="start all ranks of a host in one container, or stream no weights",
             ) from error
         try:
             mapping = _Mapping(file, num_bytes)

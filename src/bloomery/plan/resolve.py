@@ -452,8 +452,10 @@ def _choose_step(
             choice, stream_plan = streaming.on_replicas(
                 recipe, estimator, best_step, step_tokens=best.sequences * length, per_node=gpus
             )
+            # Ranks of a host have one copy; those of a pipeline's last stage one each.
             sharing = best.split.replicate * best.split.shard
-            teachers.refuse_small_host(best_step, estimator, copies=min(gpus, sharing))
+            copies = min(gpus, sharing) if best.split.pipeline > 1 else 1
+            teachers.refuse_small_host(best_step, estimator, copies=copies)
             forms = forms_of(
                 best_step,
                 workload.memory(best.split),

@@ -138,7 +138,7 @@ def teacher_form_choice(
 
 
 def refuse_small_host(step: StepShape, estimator: StepEstimator, *, copies: int = 1) -> None:
-    """Raises UserError where a host has no room for a teacher that streams. `copies`: each device has its own."""
+    """Raises UserError where a host has no room for a teacher that streams, `copies` of which are on it."""
     if step.teacher is None or not step.teacher_stream or estimator.profile.accelerator is None:
         return
     needed = copies * sum(streamed_by_layer(teacher_shape(step, step.teacher)))

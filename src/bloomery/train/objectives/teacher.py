@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal, final
@@ -58,7 +58,8 @@ class TeacherPlan:
     """What a run's teacher is, and what it computes with: the device, the precision and the sequences of the run.
 
     `attention`: the run's backend, which the teacher takes if it supports the teacher. `aligns_texts`: it may have
-    another tokenizer.
+    another tokenizer. `copies`: the ranks that each have it, and load it together: those of a host have its layers
+    there once.
     """
 
     folder: Path
@@ -73,6 +74,7 @@ class TeacherPlan:
     precision: str
     device: str
     aligns_texts: bool = False
+    copies: Mesh = SINGLE_RANK
 
     @classmethod
     def of(cls, plan: RunPlan) -> "TeacherPlan":
@@ -110,7 +112,9 @@ def load_teacher(plan: TeacherPlan) -> Decoder:
     source = saved_vision(plan.prepared)
     vision = None if source is None else teacher_vision(folder, source)
     dtype = matmul_dtype(plan.precision)
-    form = _Form(plan.quantize, plan.quantized_by, plan.stream, plan.stream_host, plan.device)
+    form = _Form(
+        plan.quantize, plan.quantized_by, plan.stream, plan.stream_host, plan.device, plan.copies
+    )
     return _load(folder, dtype, attention, form, vision)
 
 
@@ -122,7 +126,11 @@ def teacher_of_rank(
     """
     if not mesh.last_stage:
         return None
-    teacher = load(TeacherPlan.of(plan))
+    teacher_plan = TeacherPlan.of(plan)
+    if mesh.stages == 1 and mesh.world > 1:  # of a pipeline some ranks alone load it
+        copies = Mesh(mesh.rank, replicate=mesh.world, device=mesh.device)
+        teacher_plan = replace(teacher_plan, copies=copies)
+    teacher = load(teacher_plan)
     teacher.share_sequences(HeadExchange(mesh) if mesh.context > 1 else None)
     return teacher
 
@@ -185,6 +193,7 @@ class _Form:
     stream: Literal["off", "layers"] = "off"
     stream_host: HostPlacement = "pinned"
     device: str = "cpu"
+    copies: Mesh = SINGLE_RANK
 
     def arrange(self, teacher: Decoder) -> None:
         """In place, before the weights are read."""
@@ -199,7 +208,7 @@ class _Form:
                     fix="set objective.teacher_stream=off, or choose another teacher",
                 )
             teacher.weight_stream = StreamedWeights(
-                teacher, torch.device(self.device), placement=self.stream_host
+                teacher, torch.device(self.device), mesh=self.copies, placement=self.stream_host
             )
 
 
