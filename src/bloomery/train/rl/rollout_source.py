@@ -526,28 +526,7 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
     taught = None
     teacher_reader = None
     if isinstance(objective, OnPolicyDistill | GroupRollouts) and objective.teacher is not None:
-        own = objective.own_teacher
-        # The step has loaded the teacher: this is the same one.
-        of_scorers = scored_teacher_of(plan, inputs.scorers)
-        teacher: Decoder | TeacherOutput | None
-        before: Before | None
-        if of_scorers is not None:
-            teacher, before = scored(of_scorers, spans=plan.aligns_texts)
-        else:
-            loaded = None if own is not None else teacher_of_rank(plan, mesh)
-            before = before_of_teacher(
-                objective,
-                loaded,
-                scoring.settings,
-                precision=plan.train.precision,
-                together=plan.train.stream_micro_batches,
-                spans=plan.aligns_texts,
-                mesh=mesh,
-            )
-            teacher = loaded
-        head = on_policy_head(objective, teacher, scoring, spans=plan.aligns_texts, mesh=mesh)
-        seen = RolloutPictures(plan.data.prepared, held_out)
-        taught = PolicyScores(inputs.state, head, None, plan.train, seen, before)
+        taught = _teacher_scores(inputs, objective, scoring, held_out)
         if objective.teacher_prompt_template is not None or plan.aligns_texts:
             teacher_reader = _teacher_reader(inputs, objective, episodes, (prompts, held_out))
     return RolloutSource(
@@ -589,6 +568,38 @@ def rollout_source(inputs: SourceInputs) -> RolloutSource:
         time_is_up=inputs.time_is_up,
         ahead=asked_ahead(inputs),
     )
+
+
+def _teacher_scores(
+    inputs: SourceInputs,
+    objective: OnPolicyDistill | GroupRollouts,
+    scoring: Scoring,
+    held_out: Prompts,
+) -> PolicyScores:
+    """What the teacher of the steps thinks of completions of held-out prompts."""
+    plan = inputs.plan
+    mesh = inputs.state.model_and_optimizer.mesh
+    teacher: Decoder | TeacherOutput | None
+    before: Before | None
+    # The step has loaded the teacher: this is the same one.
+    of_scorers = scored_teacher_of(plan, inputs.scorers)
+    if of_scorers is not None:
+        teacher, before = scored(of_scorers, spans=plan.aligns_texts)
+    else:
+        loaded = None if objective.own_teacher is not None else teacher_of_rank(plan, mesh)
+        before = before_of_teacher(
+            objective,
+            loaded,
+            scoring.settings,
+            precision=plan.train.precision,
+            together=plan.train.stream_micro_batches,
+            spans=plan.aligns_texts,
+            mesh=mesh,
+        )
+        teacher = loaded
+    head = on_policy_head(objective, teacher, scoring, spans=plan.aligns_texts, mesh=mesh)
+    pictures = RolloutPictures(plan.data.prepared, held_out)
+    return PolicyScores(inputs.state, head, None, plan.train, pictures, before)
 
 
 def _teacher_reader(
