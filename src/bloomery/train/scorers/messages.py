@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,20 +29,14 @@ def packed_tensors(tensors: Mapping[str, Tensor]) -> tuple[Header, bytes]:
 def unpacked_tensors(header: Header, content: bytes) -> dict[str, Tensor]:
     """The same tensors, on the host."""
     tensors = {}
-    memory = bytearray(content)  # which PyTorch may write to
     position = 0
     for name, dtype_name, shape in header:
         dtype: torch.dtype = getattr(torch, dtype_name)
-        count = math.prod(shape)
-        if count == 0:
-            tensors[name] = torch.zeros(shape, dtype=dtype)
-            continue
-        tensor = torch.frombuffer(
-            memory, dtype=torch.uint8, offset=position, count=count * dtype.itemsize
-        )
-        # A view of another dtype must begin at a multiple of its size.
-        tensors[name] = tensor.clone().view(dtype).view(shape)
-        position += count * dtype.itemsize
+        size = math.prod(shape) * dtype.itemsize
+        # A copy, which PyTorch may write to; a view of another dtype must begin at a multiple of its size.
+        numbers = np.frombuffer(content, np.uint8, size, position).copy()
+        tensors[name] = torch.from_numpy(numbers).view(dtype).view(shape)
+        position += size
     return tensors
 
 

@@ -25,6 +25,9 @@ from bloomery.plan.types import RunPlan
 from bloomery.train.scorers.client import Scorer, Scorers
 
 WORKER = "bloomery.train.scorers.worker"
+LONGEST_FOLDER = (
+    70  # bytes of the path of temporary files: with a name in it, a socket takes 104 on macOS
+)
 
 
 @final
@@ -130,8 +133,9 @@ def _process(
     plan: RunPlan, scorer: int, device_index: int, local_ranks: LocalRanks
 ) -> Iterator[Path]:
     """The path of the socket where a new scoring process serves its ranks."""
-    # Only this user may enter the folder of the socket.
-    folder = Path(tempfile.mkdtemp(prefix="bloomery-"))
+    # Only this user may enter the folder of the socket, whose path the kernel limits.
+    is_long = len(tempfile.gettempdir()) > LONGEST_FOLDER
+    folder = Path(tempfile.mkdtemp(prefix="bloomery-", dir="/tmp" if is_long else None))
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         path = folder / "scorer"
