@@ -293,6 +293,10 @@ class Browser:
         self._call("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
         self._call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
 
+    def pinch(self, scale: float) -> None:
+        """Zooms a phone's page, as two fingers do: 1 is the whole width."""
+        self._call("Emulation.setPageScaleFactor", pageScaleFactor=scale)
+
     def keep_downloads(self, folder: Path) -> None:
         """What pages download from now on."""
         self._call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(folder))

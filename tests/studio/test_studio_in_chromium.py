@@ -423,3 +423,23 @@ def test_a_setting_is_found_by_its_words_and_by_its_key(browser: Browser, studio
         browser.write(words)
         named = f"{shown}.map(one => one.innerText.replace(/\\s+/g, ' ').trim())"
         browser.until(f"{named}.includes('Micro-batch size micro_batch_size') && {named}.length < 6")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_two_fingers_zoom_a_phone_and_the_layout_stays(
+    studio: str, browser: Browser, page: str
+) -> None:
+    width = "[innerWidth, document.documentElement.clientWidth, document.documentElement.scrollWidth]"
+    browser.look(width=390, height=844, touch=True)
+    open_page(browser, studio, page)
+    before = browser.value(width)
+    try:
+        browser.pinch(2)
+        browser.until("visualViewport.scale === 2")
+        assert browser.value(width) == before
+        browser.pinch(1)
+        browser.until("visualViewport.scale === 1")
+        assert browser.value(width) == before
+    finally:
+        browser.pinch(1)
+        browser.look(width=1400)

@@ -143,6 +143,7 @@ def run_cells(row: RunRow) -> dict[str, Any]:
         "seconds": format_seconds(row.seconds) if row.seconds else "",
         "bytes": format_bytes(row.bytes) if row.bytes else "",
     }
+    took = "for" if row.status in ("running", "paused", "stopping") else "took"
     values = {key: getattr(row, key) for key, _, _ in _COLUMNS}
     # The badge says it already.
     reason = "" if row.reason == row.status else row.reason.removeprefix(f"{row.status} ")
@@ -157,7 +158,7 @@ def run_cells(row: RunRow) -> dict[str, Any]:
             "validation_loss": figure(row.bits_per_byte, ".3f", " bits/byte"),
             "speed": of_plan,
             "memory_gib": ", ".join(filter(None, (shown["temperature"], shown["power"]))),
-            "began": f"took {shown['seconds']}" if row.seconds else "",
+            "began": f"{took} {shown['seconds']}" if row.seconds else "",
         },
         "sweep": row.sweep,
         "tags": list(row.tags),
