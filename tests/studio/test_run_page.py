@@ -318,3 +318,15 @@ def test_what_a_command_prints_is_shown_while_it_runs(address, subject, tmp_path
         finally:
             process.kill()
             process.wait()
+
+
+def test_a_run_that_failed_without_a_word_or_a_log_says_no_more_than_that() -> None:
+    from bloomery.studio.post_mortem import post_mortem_of
+    from bloomery.studio.watching import Watching, end_of
+
+    folder = make_run("bare", end=RunEnded(step=40, status="failed"))
+    opened = Watching().run("bare")
+    opened.update()
+    told = post_mortem_of(opened)
+    assert (told.problem, told.log) == ("failed, and gave no reason", "")
+    assert end_of(folder / "log.txt") == "The folder of the run has no log.txt."

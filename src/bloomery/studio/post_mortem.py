@@ -56,13 +56,14 @@ def post_mortem_of(opened: OpenRun) -> PostMortem:
         lines = [] if summary.last_step is None else [log_line(summary.last_step)]
         figures = "\n".join([*lines, *sensor_lines(summary.devices.newest)])
         status = status_text("killed", summary)
-    log = [line for line in end_of(folder / "log.txt").splitlines() if line >= _log_stamp(began_at)]
+    whole_log = end_of(folder / "log.txt") if (folder / "log.txt").exists() else ""
+    log = [line for line in whole_log.splitlines() if line >= _log_stamp(began_at)]
     resume = f"bloomery resume {resume_argument(folder.absolute())}"
     findings: tuple[Finding, ...] = ()
     if ended is None or not ended.fix:
         findings = _findings("\n".join(log), folder)
     return PostMortem(
-        problem=f"{status}: {KILLED}" if ended is None else harmless(ended.error),
+        problem=f"{status}: {KILLED}" if ended is None else harmless(ended.error) or NO_REASON,
         where="" if ended is None else harmless(ended.where),
         fix=resume if ended is None or not ended.fix else harmless(ended.fix),
         findings=findings,
@@ -91,6 +92,9 @@ def _stack_files(folder: Path) -> list[Path]:
     stacks = folder / STACKS
     files = [stacks / "collectives.txt", *sorted(stacks.glob("rank-*.txt"))[:_SHOWN_STACKS]]
     return [path for path in files if path.is_file() and path.stat().st_size]
+
+
+NO_REASON = "failed, and gave no reason"
 
 
 @final

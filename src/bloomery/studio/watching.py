@@ -390,6 +390,8 @@ def end_of(path: Path) -> str:
         with os.fdopen(open_regular(path), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - FILE_BYTES))
             content = file.read(FILE_BYTES)
+    except FileNotFoundError:
+        return f"The folder of the run has no {path.name}."
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     except UserError as error:
