@@ -443,3 +443,27 @@ def test_two_fingers_zoom_a_phone_and_the_layout_stays(
     finally:
         browser.pinch(1)
         browser.look(width=1400)
+
+
+def test_the_models_need_no_scrolling_at_1400_px_also_with_long_names(
+    browser: Browser, studio: str, folder: Path
+) -> None:
+    name = "smollm2-135m-instruct-lora-20261130-101010-18-merged"
+    model = folder / "exports" / name
+    model.mkdir(parents=True)
+    (model / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    adapter = folder / "exports" / f"{name}-adapter"
+    adapter.mkdir()
+    base = json.dumps({"base_model_name_or_path": f"/models/{name}"})
+    (adapter / "adapter_config.json").write_text(base, encoding="utf-8")
+    card = f"---\nbase_model: organization/{name}\n---\n"
+    for made in (model, adapter):
+        (made / "README.md").write_text(card, encoding="utf-8")
+    try:
+        browser.look(width=1400, height=900)
+        browser.open(f"{studio}models")
+        shows(browser, name)
+        box = "document.querySelector('.q-table__middle')"
+        assert browser.value(f"{box}.scrollWidth - {box}.clientWidth") <= 0
+    finally:
+        shutil.rmtree(folder / "exports")

@@ -1,7 +1,6 @@
 """The page of models: checkpoints and adapters of runs, exports; to chat with, and to export. Does not import torch."""
 
 import asyncio
-import time
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlencode
@@ -23,6 +22,7 @@ from bloomery.studio.export_dialogs import (
 from bloomery.studio.frame import page, selection_table, sort_by_keyboard, update_every
 from bloomery.studio.model_server import MOST_MODELS
 from bloomery.studio.run_draft import address_with_model
+from bloomery.studio.runs_page import moment
 from bloomery.studio.stored_models import ADAPTER, ListedModel, stored_models
 
 UPDATE_SECONDS = 5.0
@@ -37,10 +37,13 @@ _COLUMNS = (
     ("changed", "Saved", True),
 )
 _NAME_CELL = """
-<q-td :props="props"><span class="text-weight-medium">{{ props.value }}</span>
+<q-td :props="props" class="run-name"><span class="text-weight-medium">{{ props.value }}</span>
   <span v-if="props.row.best" class="badge good q-ml-sm">best</span></q-td>
 """
-_TEXT_CELL = '<q-td :props="props">{{ props.row.shown[props.col.name] }}</q-td>'
+_FIGURE_CELL = (
+    '<q-td :props="props" class="run-figure">{{ props.row.shown[props.col.name] }}</q-td>'
+)
+_WORDS_CELL = '<q-td :props="props" class="run-status">{{ props.row.shown[props.col.name] }}</q-td>'
 _CARD = """
 <div class="col-12">
   <q-card flat bordered class="q-pa-sm">
@@ -80,7 +83,7 @@ def model_cells(model: ListedModel) -> dict[str, Any]:
             "kind": model.kind,
             "origin": model.origin,
             "size": format_bytes(model.size),
-            "changed": time.strftime("%Y-%m-%d %H:%M", time.localtime(model.changed)),
+            "changed": moment(model.changed),
         },
     }
 
@@ -189,8 +192,8 @@ def _table() -> ui.table:
     table = selection_table(_COLUMNS, [], "model")
     table.props("loading hide-selected-banner")
     table.add_slot("body-cell-name", _NAME_CELL)
-    for key in ("step", "kind", "origin", "size", "changed"):
-        table.add_slot(f"body-cell-{key}", _TEXT_CELL)
+    for key, _, is_number in _COLUMNS[1:]:
+        table.add_slot(f"body-cell-{key}", _FIGURE_CELL if is_number else _WORDS_CELL)
     table.add_slot("item", _CARD)
     table.add_slot(
         "no-data",
