@@ -42,7 +42,8 @@ from bloomery.train.objectives.teacher import (
     load_teacher_output,
 )
 from bloomery.train.rl.rollout import RolloutSample, pack
-from bloomery.train.scorers.client import ScoredBefore
+from bloomery.train.scorers.client import ScoredBefore, Scorer
+from bloomery.train.scorers.models import ScoringModels
 from bloomery.train.scorers.process import LocalRanks, scoring_processes
 from bloomery.train.step import train_step
 from ranks import fields, losses, on_ranks, train
@@ -235,6 +236,42 @@ def test_after_out_of_memory_the_same_processes_score_smaller_micro_batches(
     assert fields(events, "Recovered")
     assert losses(events) == pytest.approx(losses(whole), rel=1e-5)
     assert len(steps) == 4 and len(set().union(*steps)) == 1
+
+
+class Answers:
+    """In place of a channel: what a scoring process says, one message after the other."""
+
+    def __init__(self, *messages) -> None:
+        self.messages = list(messages)
+
+    def send(self, message, content, *, seconds) -> bool:
+        return True
+
+    def next(self, seconds):
+        return self.messages.pop(0)
+
+
+def test_too_little_memory_of_a_scoring_process_is_that_of_the_step():
+    """The step is tried again with smaller micro-batches; what was asked for it before is dropped."""
+    full = {"number": 1, "out_of_memory": "CUDA out of memory. Tried to allocate 2.50 GiB."}
+    channel = Answers({"reward_models": {}}, full, {"number": 2}, {"number": 3, "values": [1.5]})
+    scorer = Scorer(channel, "scoring process 0", resume_command="bloomery resume x")
+    first = scorer.ask({})
+    dropped = scorer.ask({})
+    with pytest.raises(torch.OutOfMemoryError, match=r"scoring process 0 .*2\.50 GiB"):
+        scorer.wait(first)
+    del dropped
+    assert scorer.wait(scorer.ask({}))["values"] == [1.5]
+
+
+def test_a_scoring_process_answers_after_an_allocation_that_failed(monkeypatch):
+    def no_memory(_request):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
+
+    models = ScoringModels(None, None, {})
+    monkeypatch.setattr(ScoringModels, "answer", lambda _, request: no_memory(request))
+    message, content = models.attempt({})
+    assert message["out_of_memory"].endswith("2.50 GiB.") and not content
 
 
 def only_outputs(load_decoder):

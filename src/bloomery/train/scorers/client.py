@@ -6,6 +6,7 @@ from functools import cache, partial
 from typing import Any, Protocol, final
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor, nn
 
 from bloomery.core.child import Channel, Message
@@ -59,12 +60,19 @@ class Scorer:
         return answer
 
     def wait(self, answer: Answer) -> Message:
-        """Raises UserError where the process has failed or ended, or does not answer."""
+        """Raises torch.OutOfMemoryError where the process had too little memory for this request, and UserError where
+        it has failed or ended, or does not answer.
+        """
         while answer.message is None:
             message = self._next()
             # Of a step that ended early, such as out of memory, nobody awaits the rest.
             if (awaited := self._awaited.get(message["number"])) is not None:
                 awaited.message = message
+        if "out_of_memory" in answer.message:
+            # As of this rank's own device: smaller micro-batches are scored in smaller pieces.
+            raise torch.OutOfMemoryError(
+                f"out of memory in {self._name} {answer.message['out_of_memory']}"
+            )
         return answer.message
 
     def _next(self) -> Message:

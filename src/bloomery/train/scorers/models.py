@@ -1,11 +1,12 @@
 """The models of a scoring process, and what they answer."""
 
+import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
-from bloomery.core.child import Message
-from bloomery.core.device import select_device
+from bloomery.core.child import LONGEST_REASON, Message
+from bloomery.core.device import release_cached_memory, select_device
 from bloomery.hub import local_model
 from bloomery.infer.forward import with_places
 from bloomery.infer.held_model import held_model
@@ -18,7 +19,7 @@ from bloomery.train.kernels import build_kernels
 from bloomery.train.objectives.distillation import span_teacher_pass
 from bloomery.train.objectives.objective import Before
 from bloomery.train.objectives.teacher import TeacherPass, TeacherPlan, load_teacher
-from bloomery.train.process import set_up_process
+from bloomery.train.process import out_of_memory, set_up_process
 from bloomery.train.rl.reward_models import load_reward_model
 from bloomery.train.scorers.messages import batch_of, packed_tensors, unpacked_tensors
 
@@ -64,6 +65,19 @@ class ScoringModels:
         """How many tokens each reward model reads at most."""
         lengths = {name: model.config.max_positions for name, model in self.reward_models.items()}
         return {"reward_models": lengths}
+
+    def attempt(self, request: Message) -> tuple[dict[str, Any], bytes]:
+        """`answer`, or the message of an allocation that failed: the rank then tries smaller micro-batches."""
+        try:
+            return self.answer(request)
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            reason = str(error)[:LONGEST_REASON]
+        # Outside the handler: the traceback holds every tensor of the forward.
+        gc.collect()
+        release_cached_memory()
+        return {"out_of_memory": reason}, b""
 
     def answer(self, request: Message) -> tuple[dict[str, Any], bytes]:
         """A message and its bytes."""

@@ -66,7 +66,7 @@ def main() -> None:
             client.answers.put((models.description(), b""))
         while True:
             client, request = arrived.get()
-            message, content = models.answer(request)
+            message, content = models.attempt(request)
             client.answers.put(({**message, "number": request["number"]}, content))
     except Exception as error:
         # The ranks raise it, and end this process when they have.
@@ -93,8 +93,8 @@ def report_of(error: Exception) -> dict[str, Any]:
         return {**texts, "code": error.code}
     if is_out_of_memory(error):
         return {
-            "problem": "out of memory while a teacher or a reward model scores",
-            "fix": "set train.micro_batch_size=1 or objective.teacher_quantize=nf4, or choose smaller models",
+            "problem": "out of memory while a teacher or a reward model was loaded to score",
+            "fix": "set objective.teacher_quantize=nf4, or choose smaller models",
         }
     return {
         "problem": f"scoring failed: {type(error).__name__}: {error}"[:LONGEST_REASON],
