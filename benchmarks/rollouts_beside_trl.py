@@ -141,7 +141,8 @@ def make_player(folder: Path) -> None:
     if (folder / "init").exists():
         return
     dice = random.Random(0)
-    # Both sides' prompts: transformers orders the keys of a schema another way, and so small a model minds.
+    # Two orders of a schema's keys, so that the player minds no prompt: transformers takes the tokenizer for Qwen's,
+    # whose digits are tokens of their own, and a player that was taught one order calls nothing there.
     theirs = [get_json_schema(load_game(folder).guess)]
     transcripts = [
         transcript(dice.randrange(7)) | {"tools": dice.choice([schemas, theirs])}

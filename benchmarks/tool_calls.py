@@ -1,13 +1,13 @@
 """SmolLM2-135M-Instruct learns to call the right tool in JSON: shares of calls before and after, beside a control.
 
-    python benchmarks/tool_calls.py [--work FOLDER] [--steps N]
+    python benchmarks/tool_calls.py [--work FOLDER] [--steps N] [--seed N] [--no-control]
 
 Three tools, a message that asks for one of them, and a reward for the call: 0.25 for one that a tool accepts, 0.5 for
 the right tool, 1 with the right arguments. The model calls no tool at first, so that no reward comes: SFT on a few
 conversations shows it the form, on fewer than it needs to answer well. Then GRPO trains it with LoRA, once on the
 rewards and once on coin flips (`objective.reward_control=random`). Held-out messages have names and numbers that no
-training had. Writes benchmarks/results/tool_calls.txt. Takes half an hour of two cores; what --work already
-holds is not trained again.
+training had. Writes benchmarks/results/tool_calls.txt, of another seed than 0 tool_calls_seed_N.txt. Takes half an hour
+of two cores; what --work already holds is not trained again.
 """
 
 import argparse
@@ -227,30 +227,35 @@ def trained(folder: Path, name: str, recipe: str, *overrides: str) -> float | No
     return time.monotonic() - start
 
 
-def run(folder: Path, steps: int) -> dict[str, dict[str, Any]]:
-    """Held-out shares of the base, after the lesson on the form, after rewards, and after coin flips."""
+def run(folder: Path, steps: int, *, seed: int, has_control: bool) -> dict[str, dict[str, Any]]:
+    """Held-out shares of the base, after the lesson on the form, after rewards, and after coin flips.
+
+    `seed`: of the adapters, the order of the rows and the episodes of training; the rows themselves are the same.
+    """
     if not (folder / "held-out.jsonl").exists():
         make_folder(folder)
     recipe = LEARNER.replace("STEPS", str(steps))
+    seeded = f"train.seed={seed}"
     stages = {"as it comes": ("smollm2/model", None)}
-    stages["after SFT"] = ("taught", trained(folder, "taught", TAUGHT))
+    stages["after SFT"] = ("taught", trained(folder, "taught", TAUGHT, seeded))
     if not (folder / "taught-model").exists():
         bloomery(folder, "export", "taught", "--to", "merged", "--out", "taught-model")
-    stages["after GRPO"] = ("learner", trained(folder, "learner", recipe))
-    control = trained(folder, "control", recipe, "objective.reward_control=random")
-    stages["after GRPO on coin flips"] = ("control", control)
+    stages["after GRPO"] = ("learner", trained(folder, "learner", recipe, seeded))
+    if has_control:
+        control = trained(folder, "control", recipe, seeded, "objective.reward_control=random")
+        stages["after GRPO on coin flips"] = ("control", control)
     return {
         name: {"trained_seconds": seconds, **evaluated(folder, model)}
         for name, (model, seconds) in stages.items()
     }
 
 
-def text_of(results: dict[str, dict[str, Any]], steps: int) -> str:
+def text_of(results: dict[str, dict[str, Any]], steps: int, seed: int) -> str:
     """A table, and the first held-out episodes of each model."""
     lines = [
         f"SmolLM2-135M-Instruct, {NUM_HELD_OUT} held-out messages, an episode each; shares of episodes with a call",
         "that a tool accepts, of the right tool, with the right arguments.",
-        f"SFT: 6 steps on {NUM_TAUGHT} conversations; GRPO: {steps} steps of 16 episodes.",
+        f"SFT: 6 steps on {NUM_TAUGHT} conversations; GRPO: {steps} steps of 16 episodes. Seed {seed}.",
         "Seconds of training are by the clock.",
         "",
         f"{'':<26}{'valid':>8}{'right tool':>12}{'right arguments':>17}{'reward':>8}{'seconds':>9}",
@@ -285,13 +290,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-control", action="store_true", help="no training on coin flips")
     asked = parser.parse_args()
     with TemporaryDirectory() as temporary:
         folder = (asked.work or Path(temporary)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        text = text_of(run(folder, asked.steps), asked.steps)
+        results = run(folder, asked.steps, seed=asked.seed, has_control=not asked.no_control)
+        text = text_of(results, asked.steps, asked.seed)
     print(text)
-    OUT.write_text(text, encoding="utf-8")
+    out = OUT.with_stem(f"{OUT.stem}_seed_{asked.seed}") if asked.seed else OUT
+    out.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -83,6 +83,8 @@ def test_episodes_are_trained_on_and_rewarded(whole):
         assert all(row["logps"][place] == 0.0 for span in row["given"] for place in range(*span))
         won = any(turn["content"] == "right" for turn in row["messages"] if turn["role"] == "tool")
         assert row["reward"] >= won
+    # An environment is asked again after a kill: what it answered is kept in the episodes alone.
+    assert not (folder / "tools").exists()
 
 
 def test_an_answer_ends_where_its_turn_ends(recipe):

@@ -146,7 +146,6 @@ class EpisodeSampler:
         self._turns: Turns | None = None
         self._max_turns = plan.max_turns
         self._longest = longest
-        # It has a state that every call may change: recorded results do not replace a call.
         self._has_environment = plan.environment.is_set
         self._on_note = on_note
 
@@ -202,6 +201,8 @@ class EpisodeSampler:
             )
         ]
         self._begin(episodes, prompts, sampling.max_new_tokens)
+        # An environment has a state that every call may change: recorded results do not replace a call.
+        recorded_calls = RecordedCalls(None) if self._has_environment else recorded
 
         # Where a text keeps its slot from turn to turn, no more are played at once than there are slots.
         capacity = max(
@@ -234,7 +235,9 @@ class EpisodeSampler:
                 for episode in playing
                 if episode.is_calling(self._turns) and episode.turns < self._max_turns
             ]
-            playing = self._call(calling, recorded, sampling.max_new_tokens) if calling else []
+            playing = (
+                self._call(calling, recorded_calls, sampling.max_new_tokens) if calling else []
+            )
 
         # 3. What the environment thinks of them.
         if self._has_environment:
@@ -343,15 +346,13 @@ class EpisodeSampler:
     ) -> list[RunningEpisode]:
         """Calls what the last answers ask for, and gives the results; returns those that go on.
 
-        Recorded results of functions are read.
+        Recorded results are read, and others are recorded.
         """
         assert self._turns is not None
         results = dict[int, list[ToolResult | None]]()
         for episode in calling:
             results[episode.number] = [
-                None
-                if self._has_environment
-                else recorded.answer(episode.key, episode.turns, place, call)
+                recorded.answer(episode.key, episode.turns, place, call)
                 for place, call in enumerate(episode.calls)
             ]
         missing = {
