@@ -87,6 +87,8 @@ ALLOWED = {
     "src/bloomery/studio/sweep_section.py": ["import asyncio"],
     "src/bloomery/train/rl/reward_functions.py": ["listener.bind", "listener.listen"],
     "src/bloomery/train/rl/task_sets.py": ["import asyncio"],
+    # A socket of the host in a folder of this user, for the ranks of the run.
+    "src/bloomery/train/scorers/process.py": ["listener.bind", "listener.listen"],
 }
 METHODS = {"listen", "bind", "serve_forever"}
 

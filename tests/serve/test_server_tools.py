@@ -1,11 +1,13 @@
 """Tools that the server calls itself: the same ids as in training, streamed or not, and hostile ones."""
 
+import asyncio
 import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -16,12 +18,15 @@ from test_serve import client_of, post
 
 from bloomery.core.errors import UserError
 from bloomery.core.units import Duration
+from bloomery.data.examples import Message
 from bloomery.data.prompts import Prompt
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.infer.completions import Completion
 from bloomery.infer.sampling import Sampling
 from bloomery.model.io.weights import load_decoder
 from bloomery.plan.types import EpisodesPlan
+from bloomery.serve.limits import Refused
+from bloomery.serve.server_tools import ServerTools
 from bloomery.train.rl import episodes as episodes_module
 from bloomery.train.rl.episodes import EpisodeSampler
 from bloomery.train.rl.tools import RecordedCalls
@@ -307,6 +312,25 @@ def test_a_client_that_goes_away_ends_the_call_of_its_tool(
         # The next request has tools of its own.
         status, answer = post(server, "/v1/chat/completions", body)
         assert status == 200 and answer["choices"][0]["message"]["content"] == "so"
+
+
+def test_a_request_waits_for_tools_as_long_as_it_may(folder: Path) -> None:
+    model = SimpleNamespace(tokenizer=load_tokenizer(folder), template_name="qwen")
+    messages = [Message("user", "What is 1 + 2?")]
+
+    async def begin_two() -> None:
+        tools = ServerTools(plan_of(folder, "add"), [], most=1)
+        try:
+            first = await tools.begin(model, messages, {}, 0, seconds=60.0)
+            with pytest.raises(Refused, match="other requests had all tools") as refused:
+                await tools.begin(model, messages, {}, 0, seconds=0.2)
+            assert refused.value.status == 408
+            first.release()
+            (await tools.begin(model, messages, {}, 0, seconds=60.0)).release()
+        finally:
+            await asyncio.to_thread(tools.close)
+
+    asyncio.run(begin_two())
 
 
 def test_a_template_without_tools_and_a_file_that_does_not_load_are_refused(folder: Path) -> None:

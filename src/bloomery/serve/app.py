@@ -332,7 +332,8 @@ class Server:
             offered = self.tools.schemas
             row = {"prompt": [turn.model_dump(exclude_none=True) for turn in params.messages]}
             seed = secrets.randbits(63) if params.seed is None else params.seed % 2**63
-            episode = await self.tools.begin(model, messages, row, seed)
+            begun = self.tools.begin(model, messages, row, seed, seconds=self.limits.seconds)
+            episode = await begun
             messages = episode.messages
         try:
             conversation = await self._rendered(

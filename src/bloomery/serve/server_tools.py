@@ -65,10 +65,15 @@ class ServerTools:
             self._end(episode)
 
     async def begin(
-        self, model: Served, messages: Sequence[Message], row: Json, seed: int
+        self, model: Served, messages: Sequence[Message], row: Json, seed: int, *, seconds: float
     ) -> "ServedEpisode":
-        """An episode of a request, once one is free. Raises Refused."""
-        await self._free.acquire()
+        """An episode of a request, once one is free, for which it waits `seconds` at most. Raises Refused."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._free.acquire()
+        except TimeoutError as error:
+            problem = f"other requests had all tools for {seconds:g} seconds"
+            raise Refused(408, problem, code="timeout") from error
         if self._is_closing:
             self._free.release()
             raise Refused(503, "the server is shutting down", code="closed")

@@ -75,7 +75,6 @@ class LiveEpisode:
         if template_key not in self._turns:
             renderer = Renderer(tokenizer, template=template, train_on="assistant")
             turns = Turns(renderer, tokenizer, self.schemas)
-            self._turns[template_key] = renderer, turns
             if not turns.call_ends:
                 raise UserError(
                     "the chat template ends an answer that calls a tool with no token",
@@ -84,6 +83,7 @@ class LiveEpisode:
                 )
             for token in turns.call_ends:
                 turns.check(token)
+            self._turns[template_key] = renderer, turns
         _, turns = self._turns[template_key]
         self._of_template = turns
         return turns.call_ends

@@ -280,7 +280,7 @@ class RolloutSource:
             divergence = HeldOutDivergence(
                 sum(map(sum, divergences)) / max(1, num_judged),
                 "aligned" if aligns_texts else "agreement",
-                num_shared / num_sampled,
+                num_shared / max(1, num_sampled),
                 num_tokens,
                 time.perf_counter() - start_time,
             )
