@@ -216,7 +216,7 @@ class RunsPage:
                 self._compare = button("Compare", self._go_to_comparison)
                 self._delete = button("Delete", self._ask_to_delete)
             self._new = button("New run", lambda: ui.navigate.to("/new"), kind="go")
-        with ui.element("div").classes("toolbar w-full") as self._tools:
+        with ui.element("div").classes("toolbar w-full labeled") as self._tools:
             self._search = ui.input(placeholder="Filter by name, model, status, tag or note")
             self._search.props('dense outlined clearable aria-label="Filter runs"')
             self._search.classes("run-filter")
