@@ -13,6 +13,9 @@ from bloomery.data.prepare.prepare import prepare
 from bloomery.data.prepare.split import size_warnings
 from bloomery.data.shards import open_split, read_manifest
 from bloomery.data.tokenizer.tokenizer import load_tokenizer
+from bloomery.data.tokenizer.training import train_tokenizer
+from bloomery.facts.families import FAMILIES
+from bloomery.recipe.schema import TrainTokenizer
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
@@ -229,3 +232,20 @@ def test_plain_text_gets_the_tokens_that_have_a_role(
     assert document == [*added_ids[0], *text_ids, *added_ids[1]]
     warnings = [*size_warnings(manifest, sequence_length=16)]
     assert any("no EOS token" in warning for warning in warnings) == (not added_ids[1])
+
+
+# transformers 5 replaces how tokenizers of these split texts by how Qwen's do (docs/how-to/prepare-data.md).
+SPLIT_AS_QWENS = {"qwen2", "qwen3_5_moe_text"}
+
+
+def test_transformers_splits_a_trained_tokenizers_texts_as_we_do_for_all_families_but_two(tmp_path):
+    texts = ["from 0 to 6", "from 10 to 16", "def f(x): return 6"] * 20
+    trained = train_tokenizer(iter(texts), TrainTokenizer(vocab_size=300), tmp_path)
+    expected = trained.encode("from 0 to 6")
+    others = set[str]()
+    for family in FAMILIES:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+        if theirs.encode("from 0 to 6", add_special_tokens=False) != expected:
+            others.add(family)
+    assert others == SPLIT_AS_QWENS
