@@ -52,7 +52,7 @@ NUMBERS = {
     "lora, float16": (["train.precision=float16", LORA], 2e-3),
     "nf4, float16": (["train.precision=float16", LORA, "quantize.kind=nf4"], 2e-3),
 }
-QUICK = ("int8, bfloat16", "float16")
+QUICK = ("int8, bfloat16", "float16", "lora, float16")
 
 
 @pytest.mark.parametrize(

@@ -580,9 +580,12 @@ def _unsupported(decoder: Decoder) -> str | None:
     # Every module must be one that the code computes, with weights that it reads.
     for name, module in decoder.named_modules():
         if isinstance(module, LoraLinear):
-            is_supported = not module.dora and (
-                module.stored is None or module.stored.base == "int8"
+            is_read = (
+                module.weight.dtype in KINDS
+                if module.stored is None
+                else module.stored.base == "int8"
             )
+            is_supported = is_read and not module.dora
         elif isinstance(module, QuantizedWeight):
             is_supported = module.base == "int8" and module.inputs % WEIGHTS_BLOCK == 0
         elif isinstance(module, nn.Linear):
