@@ -322,7 +322,10 @@ CASES = {
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
-def test_a_stopped_and_resumed_run_equals_the_uninterrupted_one(recipe, tmp_path, case):
+def test_a_stopped_and_resumed_run_equals_the_uninterrupted_one(
+    recipe, tmp_path, monkeypatch, case
+):
+    monkeypatch.chdir(recipe)  # the path of its reward is relative
     whole = assert_resumes_to_the_same_bits(plan_with(recipe, *CASES[case]), tmp_path)
     (evaluated, *_) = fields(whole, "EvalDone")
     assert evaluated["metrics"]["divergence"] > 0
