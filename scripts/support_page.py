@@ -1,13 +1,13 @@
 """Write docs/reference/support-matrix.md: `python scripts/support_page.py`.
 
-The rows come from bloomery.plan.unsupported. A test compares the page with this output.
+The rows come from bloomery.plan.support_matrix. A test compares the page with this output.
 """
 
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from bloomery.plan.unsupported import ALL_AXES, FEATURES, Axis, Feature
+from bloomery.plan.support_matrix import ALL_AXES, FEATURES, Axis, Feature
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "support-matrix.md"
 START = """# Support matrix

@@ -14,7 +14,8 @@ from bloomery.core.errors import UserError
 from bloomery.hardware.detect import detect
 from bloomery.hardware.profile import build_profile, with_gpu
 from bloomery.hardware.specs import find_gpu
-from bloomery.plan.unsupported import refuse_recipe, refuse_several_devices
+from bloomery.plan.unsupported import refuse_recipe
+from bloomery.plan.unsupported_layouts import refuse_several_devices
 from bloomery.recipe.load import load_recipe
 from bloomery.runs import lifecycle
 

@@ -12,7 +12,7 @@ import support_page
 from bloomery.core.errors import UserError
 from bloomery.facts.objectives import OBJECTIVES
 from bloomery.facts.optimizers import OPTIMIZERS
-from bloomery.plan.unsupported import ALL_AXES, FEATURES, refuse_unsupported
+from bloomery.plan.support_matrix import ALL_AXES, FEATURES, refuse_unsupported
 from bloomery.recipe.load import load_recipe
 
 

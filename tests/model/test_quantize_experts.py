@@ -31,8 +31,8 @@ from bloomery.model.io.weights import (
     quantized_weights,
 )
 from bloomery.model.quantized_experts import QuantizedExperts
+from bloomery.plan.adapters import adapter_choices, quantized_choices
 from bloomery.plan.estimate.states import TrainedModel
-from bloomery.plan.unsupported import adapter_choices, quantized_choices
 from bloomery.recipe.schema import Quantize, Recipe
 from foreign_models import saved_model
 

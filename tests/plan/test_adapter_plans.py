@@ -11,14 +11,10 @@ from bloomery.data.tokenizer.tokenizer import new_tokens
 from bloomery.data.tokenizer.training import train_tokenizer
 from bloomery.facts.hf_config import config_to_hf
 from bloomery.model.configs import build_config, known_config
+from bloomery.plan.adapters import adapter_choices, refuse_method_misfits, refuse_new_rows
 from bloomery.plan.estimate.mode import lora_like
 from bloomery.plan.estimate.states import TrainedModel
-from bloomery.plan.unsupported import (
-    adapter_choices,
-    refuse_method_misfits,
-    refuse_misfits,
-    refuse_new_rows,
-)
+from bloomery.plan.unsupported import refuse_misfits
 from bloomery.recipe.schema import Model, Peft, Recipe, TokenizerSection, TrainTokenizer
 
 CONFIG = build_config(Model.model_validate(SMALL), vocab_size=None)

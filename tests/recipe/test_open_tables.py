@@ -31,7 +31,7 @@ OBJECTIVES.add("cpo", ObjectiveSpec("cpo", "pairs", "pair"))
 OBJECTIVE_SECTIONS.add("cpo", Cpo)
 
 from bloomery.core.errors import UserError
-from bloomery.plan.unsupported import FEATURES
+from bloomery.plan.support_matrix import FEATURES
 from bloomery.recipe.load import json_schema, load_recipe
 
 recipe = load_recipe("llama2-7b-lora-qa-tiny", ["optimizer.kind=sign", "objective.kind=cpo"]).recipe

@@ -5,7 +5,8 @@ import pytest
 from bloomery.core.errors import UserError
 from bloomery.core.units import Duration
 from bloomery.plan.choices import reference_of
-from bloomery.plan.unsupported import refuse_recipe, refuse_reward_misfits
+from bloomery.plan.unsupported import refuse_recipe
+from bloomery.plan.unsupported_objectives import refuse_reward_misfits
 from bloomery.recipe.load import dump_recipe, load_recipe
 from bloomery.recipe.rewards import ModelReward, PythonReward, VerifierReward
 from bloomery.recipe.schema import Recipe

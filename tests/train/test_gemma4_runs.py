@@ -15,7 +15,7 @@ from bloomery.core.errors import UserError
 from bloomery.model.decoder import Decoder
 from bloomery.model.io.weights import fresh_decoder
 from bloomery.parallel.apply import checkpoint_block
-from bloomery.plan.unsupported import refuse_unsupported
+from bloomery.plan.support_matrix import refuse_unsupported
 from bloomery.recipe.objectives import Grpo, Preference
 from bloomery.recipe.rewards import VerifierReward
 from bloomery.recipe.schema import Lora, Quantize, Recipe

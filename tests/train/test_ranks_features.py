@@ -20,7 +20,7 @@ from bloomery.data.tokenizer.tokenizer import load_tokenizer
 from bloomery.model.configs import read_config
 from bloomery.model.document_rows import FIXED_SHARES
 from bloomery.model.io.weights import fresh_decoder, model_state, write_model
-from bloomery.plan.unsupported import AXES, FEATURES
+from bloomery.plan.support_matrix import AXES, FEATURES
 from bloomery.recipe.load import load_recipe
 from bloomery.recipe.objectives import (
     Distill,

@@ -29,7 +29,7 @@ from bloomery.plan.choices import memory_setting
 from bloomery.plan.estimate.measured import compile_gain
 from bloomery.plan.resolve import child_environment, local_plan
 from bloomery.plan.types import Estimate, MemoryEstimate, RunPlan
-from bloomery.plan.unsupported import refuse_several_devices
+from bloomery.plan.unsupported_layouts import refuse_several_devices
 from bloomery.recipe.axes import axes_of
 from bloomery.recipe.load import load_recipe
 

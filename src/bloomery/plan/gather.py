@@ -80,10 +80,7 @@ from bloomery.plan.teacher_tokenizer import (
     teacher_folder,
 )
 from bloomery.plan.types import DatasetFacts, PictureFacts, TextAlignment
-from bloomery.plan.unsupported import (
-    refuse_misfits,
-    refuse_recipe,
-)
+from bloomery.plan.unsupported import refuse_misfits, refuse_recipe
 from bloomery.plan.vision import refuse_without_pictures
 from bloomery.random_models import is_random
 from bloomery.recipe.load import LoadedRecipe

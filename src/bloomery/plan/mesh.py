@@ -34,14 +34,9 @@ from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.estimate.stream_time import streamed_parts, with_teacher
 from bloomery.plan.estimate.streaming import passes_over
 from bloomery.plan.rollouts import RolloutMoments
+from bloomery.plan.support_matrix import AXES, refusals, refuse_unsupported
 from bloomery.plan.types import Estimate, LayoutPlan, MemoryEstimate, ParallelPlan
-from bloomery.plan.unsupported import (
-    AXES,
-    refusals,
-    refuse_context,
-    refuse_divided_experts,
-    refuse_unsupported,
-)
+from bloomery.plan.unsupported_layouts import refuse_context, refuse_divided_experts
 from bloomery.recipe.schema import AssumedNetwork, Parallel, Recipe, Train
 
 SIMPLER_LAYOUT_TIME = 1.03  # of the fastest layout: a simpler one is chosen up to this time

@@ -26,14 +26,18 @@ from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile, local_caches, with_gpus, with_host_memory
 from bloomery.hardware.specs import find_gpus
 from bloomery.plan import (
+    adapters,
     batch,
     lengths,
     mesh,
     rollouts,
     scoring,
     streaming,
+    support_matrix,
     teachers,
     unsupported,
+    unsupported_layouts,
+    unsupported_objectives,
 )
 from bloomery.plan.checkpoints import choose_checkpoints, interval_text
 from bloomery.plan.choices import (
@@ -84,7 +88,7 @@ from bloomery.plan.types import (
     StreamPlan,
     TrainPlan,
 )
-from bloomery.plan.unsupported import refuse_mesh
+from bloomery.plan.unsupported_layouts import refuse_mesh
 from bloomery.plan.vision import refuse_pictures, vision_choices, vision_plan
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.objectives import RewardedRollouts, Rollouts
@@ -316,7 +320,7 @@ def _choose_step_and_reference(recipe: Recipe, facts: Facts, *, gpus: int, nodes
     objective = recipe.objective
     assert isinstance(objective, RewardedRollouts)
     has_host = facts.profile.accelerator is not None
-    unsupported.refuse_reference(recipe, facts.config, devices=gpus * nodes)
+    unsupported_objectives.refuse_reference(recipe, facts.config, devices=gpus * nodes)
     place: ReferencePlace = "device" if objective.reference == "auto" else objective.reference
     if place == "host" and not has_host:
         place = "device"
@@ -398,8 +402,8 @@ def _choose_step(
             update={"parallel": recipe.parallel.model_copy(update={"scoring_devices": 1})}
         )
         may_score_apart = not any(
-            unsupported.refusals(scored_apart, axis, config)
-            for axis in unsupported.ALL_AXES
+            support_matrix.refusals(scored_apart, axis, config)
+            for axis in support_matrix.ALL_AXES
             if getattr(split, axis) > 1
         )
         return teachers.teacher_forms(
@@ -465,7 +469,7 @@ def _choose_step(
             return _Layout(
                 best.micro_batching, best.seconds, plan, rollout, choice, stream_plan, forms
             )
-        unsupported.refuse_context(recipe, config, 1)
+        unsupported_layouts.refuse_context(recipe, config, 1)
 
         def estimated(step: StepShape) -> Estimate | None:
             computed = sequences if moments is None else moments.packed_sequences(step)
@@ -708,9 +712,9 @@ def _decisions(
     # What model, adapter, objective and optimizer decide.
     on_gpu = profile.accelerator is not None
     more_choices: tuple[tuple[str, Choice[Any]], ...] = (
-        *unsupported.quantized_choices(recipe, facts.model, step.dequantizer),
+        *adapters.quantized_choices(recipe, facts.model, step.dequantizer),
         *transformers_choices(recipe, config),
-        *unsupported.adapter_choices(
+        *adapters.adapter_choices(
             recipe, facts.model, known_vocabulary=facts.known_vocabulary, added=facts.new_tokens
         ),
         *objective_choices(recipe, facts.dataset, facts.teacher, step.reference),

@@ -19,7 +19,7 @@ from bloomery.hardware.profile import choose_device, hidden_integrated
 from bloomery.hardware.specs import two_vendors
 from bloomery.hardware.vendors import VENDORS
 from bloomery.plan.mesh import fewest_devices, sizes_of, training_devices_of
-from bloomery.plan.unsupported import AXES, refusals
+from bloomery.plan.support_matrix import AXES, refusals
 from bloomery.recipe.schema import Recipe
 
 if TYPE_CHECKING:

@@ -29,8 +29,8 @@ from bloomery.launch.launchers import current_launch
 from bloomery.monitor.events import Warned
 from bloomery.plan.gather import facts_of, prepared_facts
 from bloomery.plan.resolve import resolve
+from bloomery.plan.support_matrix import AXES
 from bloomery.plan.types import RunPlan
-from bloomery.plan.unsupported import AXES
 from bloomery.recipe.load import LoadedRecipe, load_recipe
 from bloomery.runs.devices import chosen_devices, device_count, same_devices
 from bloomery.runs.event_hub import last_step
