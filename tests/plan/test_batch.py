@@ -7,7 +7,7 @@ from bloomery.core.errors import UserError
 from bloomery.facts.presets import preset
 from bloomery.model.configs import build_config
 from bloomery.plan.batch import CPU_TOKENS, choose_tokens_per_step
-from bloomery.plan.page import batch_lines
+from bloomery.plan.page_batch import batch_lines
 from bloomery.plan.types import DatasetFacts
 from bloomery.recipe.load import load_recipe
 from bloomery.recipe.schema import Model

@@ -4,7 +4,7 @@ import pytest
 from plan_help import gpu_machine, machine, planned, reported
 
 from bloomery.core.units import Duration, parse_duration
-from bloomery.plan.page import save_lines
+from bloomery.plan.page_memory import save_lines
 from bloomery.recipe.load import load_recipe
 from bloomery.recipe.values import write_duration
 

@@ -11,7 +11,9 @@ from plan_help import machine, reported
 
 from bloomery.hardware.profile import build_profile, with_gpu
 from bloomery.hardware.specs import find_gpu
-from bloomery.plan.page import devices, dtype_of, page, reached_flops
+from bloomery.plan.compared_gpus import devices
+from bloomery.plan.page import page
+from bloomery.plan.page_time import dtype_of, reached_flops
 from bloomery.recipe.load import load_recipe, packaged
 
 ROOT = Path(__file__).parents[2]

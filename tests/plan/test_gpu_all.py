@@ -11,8 +11,8 @@ from plan_help import machine
 from bloomery.cli.plan import command
 from bloomery.core.errors import UserError
 from bloomery.hardware.specs import find_gpu, gpu_table
-from bloomery.plan import page
-from bloomery.plan.page import HEAD, compare_gpus, gpus_page
+from bloomery.plan import compared_gpus
+from bloomery.plan.compared_gpus import HEAD, compare_gpus, gpus_page
 from bloomery.recipe.load import load_recipe
 
 
@@ -32,8 +32,8 @@ def found(timed):
 @pytest.fixture
 def every_eighth(monkeypatch):
     """Where what is shown of a card is shown of each."""
-    some = list(page.devices())[::8]
-    monkeypatch.setattr(page, "devices", lambda: iter(some))
+    some = list(compared_gpus.devices())[::8]
+    monkeypatch.setattr(compared_gpus, "devices", lambda: iter(some))
 
 
 def test_every_card_with_its_own_memory_is_there(found):

@@ -12,7 +12,7 @@ from bloomery.plan.lengths import (
     steps_of,
     total_steps,
 )
-from bloomery.plan.page import batch_lines
+from bloomery.plan.page_batch import batch_lines
 from bloomery.plan.types import DatasetFacts
 from bloomery.recipe.load import load_recipe
 from bloomery.train.run_clock import due

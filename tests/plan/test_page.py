@@ -12,7 +12,9 @@ from plan_help import gpu_machine, loaded, machine, planned, reported
 from bloomery.cli.plan import command
 from bloomery.hardware.machine import Access, read_machine
 from bloomery.hardware.specs import find_gpu
-from bloomery.plan.page import bar, headline, model_line, page
+from bloomery.plan.page import headline, page
+from bloomery.plan.page_batch import model_line
+from bloomery.plan.page_memory import bar
 from bloomery.recipe.load import load_recipe
 from bloomery.runs.devices import narrowed, planned_devices
 

@@ -16,7 +16,7 @@ from bloomery.model.io.stored import vision_tensors
 from bloomery.plan.estimate.towers import _WIDTHS, TowerMemory, tower_flops
 from bloomery.plan.gather import prepared_facts
 from bloomery.plan.notes import plan_notes
-from bloomery.plan.page import picture_lines
+from bloomery.plan.page_batch import picture_lines
 from bloomery.plan.pictures import step_pictures, tower_in
 from bloomery.plan.resolve import local_facts, resolve, step_shape
 from bloomery.recipe.load import load_recipe, packaged

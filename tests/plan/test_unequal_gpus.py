@@ -17,7 +17,8 @@ from bloomery.plan.estimate.measured import StepEstimator
 from bloomery.plan.estimate.mesh import MeshSplit
 from bloomery.plan.estimate.stages import stage_bytes
 from bloomery.plan.estimate.states import TrainedModel
-from bloomery.plan.page import device_lines, page
+from bloomery.plan.page import page
+from bloomery.plan.page_devices import device_lines
 from bloomery.plan.resolve import step_shape
 from bloomery.recipe.load import load_recipe
 

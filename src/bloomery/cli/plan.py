@@ -194,8 +194,8 @@ def show_gpus(
 ) -> int:
     """Print one line per named GPU, or per GPU of the table where none is named; 0 when the run fits one of them."""
     from bloomery.hardware.specs import TOGETHER, find_gpu
+    from bloomery.plan.compared_gpus import compare_gpus, gpus_page
     from bloomery.plan.mesh import training_devices_of
-    from bloomery.plan.page import compare_gpus, gpus_page
     from bloomery.plan.resolve import local_facts
 
     machine = local_facts(loaded_recipe).machine
@@ -465,7 +465,7 @@ def _utilization(plan: "RunPlan", machine: "Machine") -> dict[str, Any] | None:
     None where the GPU or the time of a step is unknown.
     """
     from bloomery.hardware.profile import build_profile
-    from bloomery.plan.page import dtype_of, mixer_flops, reached_flops
+    from bloomery.plan.page_time import dtype_of, mixer_flops, reached_flops
 
     gpu = build_profile(machine).gpu
     if gpu is None or plan.step_seconds is None:

@@ -13,27 +13,18 @@ from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import build_profile
 from bloomery.plan.advise import fit_of
 from bloomery.plan.page import (
-    LABEL,
-    SHORT_NAMES,
-    WIDTH,
-    batch_lines,
-    block,
     claim_lines,
     confidence,
-    device_lines,
     headline,
-    joined,
-    model_line,
     next_lines,
-    of_limit,
     remarked,
-    save_lines,
-    scoring_lines,
-    stream_lines,
     suggestion_lines,
-    time_lines,
-    unit_of,
 )
+from bloomery.plan.page_batch import batch_lines, model_line
+from bloomery.plan.page_devices import device_lines
+from bloomery.plan.page_memory import save_lines, scoring_lines, stream_lines
+from bloomery.plan.page_text import LABEL, SHORT_NAMES, WIDTH, block, joined, of_limit, unit_of
+from bloomery.plan.page_time import time_lines
 from bloomery.plan.types import PlanReport, RunPlan
 
 MANY_SUGGESTIONS = 3

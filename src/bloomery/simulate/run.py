@@ -16,7 +16,7 @@ from bloomery.hardware.profile import build_profile
 from bloomery.plan.estimate.mesh import ONE_DEVICE, MeshSplit
 from bloomery.plan.estimate.stages import distinct_stages
 from bloomery.plan.estimate.states import TrainedModel
-from bloomery.plan.page import joined, unit_of
+from bloomery.plan.page_text import joined, unit_of
 from bloomery.plan.pipeline import most_in_flight
 from bloomery.plan.types import RunPlan
 

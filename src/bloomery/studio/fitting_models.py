@@ -14,7 +14,7 @@ from bloomery.hardware.detect import detect
 from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import build_profile, with_gpu
 from bloomery.hardware.specs import find_gpu, gpu_table
-from bloomery.plan.page import about
+from bloomery.plan.page_text import about
 from bloomery.plan.which_model import CHAT_TOKENS, CHATS, ModelFit, known_models, model_fit
 from bloomery.recipe.load import by_release, load_recipe, packaged, twins
 from bloomery.studio.components import sentence, text

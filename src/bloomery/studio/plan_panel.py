@@ -10,7 +10,7 @@ from nicegui import ui
 from bloomery.core.errors import UserError
 from bloomery.core.text import harmless
 from bloomery.core.units import format_bytes
-from bloomery.plan.page import about
+from bloomery.plan.page_text import about
 from bloomery.plan.price import keep_price, kept_price, money_text, read_price
 from bloomery.studio.components import Part, bar, chip, fact, note, text
 from bloomery.studio.frame import copy_button

@@ -11,7 +11,7 @@ from bloomery.hardware.profile import build_profile
 from bloomery.plan.advise import fit_of, span
 from bloomery.plan.checkpoints import interval_text
 from bloomery.plan.learning_rates import usual_of
-from bloomery.plan.page import about
+from bloomery.plan.page_text import about
 from bloomery.plan.price import cost_figures
 from bloomery.plan.types import NOT_TENSORS, Cost, Fit, PlanReport, RunPlan
 from bloomery.recipe.schema import Recipe
