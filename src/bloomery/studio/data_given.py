@@ -74,7 +74,7 @@ class GivenData:
             ui.notify(f"{counted(left_out, 'files')} without rows or text: left out")
         await self._on_data(str(dataset))
 
-    def _paste(self) -> None:
+    async def _paste(self) -> None:
         with question("Paste rows or text") as dialog:
             field = ui.textarea(
                 placeholder='{"messages": [{"role": "user", "content": "..."}, ...]}'
@@ -82,17 +82,17 @@ class GivenData:
             field.classes("w-full")
             mistake = text("", "p", "small bad").props("role=alert")
 
-            async def use() -> None:
+            def use() -> None:
                 try:
-                    path = save_pasted(field.value or "")
+                    dialog.submit(str(save_pasted(field.value or "")))
                 except UserError as error:
                     mistake.text = sentence_of(error)
-                    return
-                dialog.close()
-                await self._on_data(str(path))
 
             with ui.element("div").classes("toolbar w-full dialog-buttons"):
                 ui.space()
                 button("Cancel", dialog.close, kind="quiet")
                 button("Use it", use, kind="go")
-        dialog.open()
+        # Here, not in the dialog: that is deleted while the page still plans.
+        path = await dialog
+        if path:
+            await self._on_data(path)

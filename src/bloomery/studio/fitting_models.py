@@ -65,29 +65,28 @@ def device_of(machine: Machine) -> str:
     return f"CPU, {machine.host.cpu_name}" if accelerator is None else accelerator.name
 
 
-def ask_what_fits(on_model: Callable[[str], Awaitable[None]] | None = None) -> None:
+async def ask_what_fits(on_model: Callable[[str], Awaitable[None]] | None = None) -> None:
     """A dialog with the models that fit. `on_model(name)`: one of them, or its packaged recipe, was chosen; None: opens
     New run with it.
     """
     with question("What fits?") as dialog:
-
-        async def choose(name: str) -> None:
-            dialog.close()
-            if on_model is None:
-                ui.navigate.to(address_with_model(name))
-            else:
-                await on_model(name)
-
-        view = FittingModels(choose)
+        view = FittingModels(dialog.submit)
         ui.timer(0, lambda: view.show(HERE), once=True)
-    dialog.open()
+    # What follows the choice is no work of the dialog, which is deleted as it hides.
+    name = await dialog
+    if name is None:
+        return
+    if on_model is None:
+        ui.navigate.to(address_with_model(name))
+    else:
+        await on_model(name)
 
 
 @final
 class FittingModels:
     """Mutable: a card to choose, and the table of what fits it."""
 
-    def __init__(self, on_choice: Callable[[str], Awaitable[None]]) -> None:
+    def __init__(self, on_choice: Callable[[str], None]) -> None:
         self._on_choice = on_choice
         self._version = 0  # of the card: only the newest one is shown
         options = [HERE, *card_names()]
