@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -365,6 +366,32 @@ def test_the_chat_without_a_model_offers_those_that_are_here_or_says_how_to_get_
         await user.should_not_see("damaged")  # nothing opens it
         (field,) = (one for one in user.find(ui.select).elements if one.props["label"] == "Model")
         assert set(field.options) == {"runs/lora@7", "./exports/poet"}
+
+    with_user(visit)
+
+
+def test_the_chat_offers_what_a_run_that_trains_has_saved_by_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bloomery.studio.chat_page import ModelChoices
+
+    opened = list[list[str]]()
+    monkeypatch.setattr(ModelChoices, "open", lambda self, models: opened.append(list(models)))
+    checkpoints = make_run("lora") / "checkpoints"
+    first = make_folder(checkpoints / "step-00000007", base_model_name_or_path="base")
+
+    async def visit(user) -> None:
+        from nicegui import ui
+        from nicegui.testing.user_interaction import UserInteraction
+
+        await user.open("/chat")
+        await user.should_see("lora, step 7")
+        make_folder(checkpoints / "step-00000009", base_model_name_or_path="base")
+        shutil.rmtree(first)
+        (field,) = (one for one in user.find(ui.select).elements if one.props["label"] == "Model")
+        UserInteraction(user, {field}, None).trigger("popup-show")
+        await until(lambda: set(field.options) == {"runs/lora@9"})
+        choose(user, "lora, step 7")
+        await until(lambda: opened)
+        assert opened == [["runs/lora@9"]]
 
     with_user(visit)
 

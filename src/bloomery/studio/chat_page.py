@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import final
 
 from nicegui import ui
@@ -30,7 +30,7 @@ async def chat_page(servers: ModelServers, models: Sequence[str], device: str) -
         ui.navigate.to(address_of_chat(current.models, current.device))  # it goes on
         return
     with page("Chat", "/chat"):
-        stored = [model for model in await asyncio.to_thread(stored_models) if model.is_readable]
+        stored = await asyncio.to_thread(_readable_models)
         choices = ModelChoices(models, chosen, stored)
         if not models:
             _show_start(stored, choices)
@@ -43,6 +43,10 @@ async def chat_page(servers: ModelServers, models: Sequence[str], device: str) -
             return
         view = ChatView(server, choices)
         update_every(UPDATE_SECONDS, view.update)
+
+
+def _readable_models() -> list[ListedModel]:
+    return [model for model in stored_models() if model.is_readable]
 
 
 def link_to_chat(address: str) -> None:
@@ -61,27 +65,20 @@ class ModelChoices:
     def __init__(self, models: Sequence[str], device: str, stored: Sequence[ListedModel]) -> None:
         self.models = list(models)
         self.device = device
-        self._labels = {model.argument: field_label_of(model) for model in stored}
         with (
             heading("Chat", "") as (_, self.below),
             ui.element("div").classes("toolbar") as self.toolbar,
         ):
-            self._add_field("Model", 0)
+            self._add_field("Model", 0, stored)
             if models:
-                self._add_field("Next to it", 1)
+                self._add_field("Next to it", 1, stored)
             place = ui.select(DEVICES, value=device, label="Computed by", on_change=self._move)
             place.props("outlined dense").classes("studio-device")
 
-    def _add_field(self, label: str, number: int) -> None:
+    def _add_field(self, label: str, number: int, stored: Sequence[ListedModel]) -> None:
         value = self.models[number] if number < len(self.models) else None
-        labels = dict(self._labels)
-        if value and value not in labels:  # of the Hub, or a step that is not kept any more
-            run, _, step = value.rpartition("@")
-            is_step = bool(run) and step.isdecimal()
-            name = harmless(run if is_step else value).removeprefix("runs/")
-            labels[value] = f"step {int(step):,} of {name}" if is_step else name
         field = ui.select(
-            labels,
+            _labels_of(stored, value),
             value=value,
             label=label,
             with_input=True,
@@ -93,6 +90,13 @@ class ModelChoices:
         field.props(
             'placeholder="none"' if number else 'placeholder="choose, or name one of the Hub"'
         )
+
+        async def renew() -> None:
+            stored_now = await asyncio.to_thread(_readable_models)
+            field.set_options(_labels_of(stored_now, value), value=field.value)
+
+        # A run that trains saves checkpoints and deletes older ones while this page is open.
+        field.on("popup-show", renew)
 
     def _choose(self, number: int, event: ValueChangeEventArguments[str | None]) -> None:
         models = self.models[:MOST_MODELS]
@@ -125,6 +129,17 @@ def field_label_of(model: ListedModel) -> str:
     return f"step {model.step:,}{', the best,' if model.is_best else ''} of {name}"
 
 
+def _labels_of(stored: Sequence[ListedModel], value: str | None) -> dict[str, str]:
+    """What a field offers, by argument; `value`: what it holds, which is offered even where it is not stored."""
+    labels = {model.argument: field_label_of(model) for model in stored}
+    if value and value not in labels:  # of the Hub, or a step that is not kept any more
+        run, _, step = value.rpartition("@")
+        is_step = bool(run) and step.isdecimal()
+        name = harmless(run if is_step else value).removeprefix("runs/")
+        labels[value] = f"step {int(step):,} of {name}" if is_step else name
+    return labels
+
+
 def _show_start(stored: Sequence[ListedModel], choices: ModelChoices) -> None:
     """The newest models as large buttons."""
     if not stored:
@@ -144,7 +159,7 @@ def _show_start(stored: Sequence[ListedModel], choices: ModelChoices) -> None:
     offers = offers_of(stored)
     with ui.element("div").classes("grid3 studio-offers"):
         for model in offers:
-            choice(label_of(model), _about(model), _opener(choices, model.argument))
+            choice(label_of(model), _about(model), _opener(choices, model))
     if len(offers) < len(stored):
         words = (
             f"{len(offers)} of {len(stored)} models, of each run its best; the field above has all."
@@ -161,8 +176,15 @@ def offers_of(stored: Sequence[ListedModel]) -> list[ListedModel]:
     return sorted(by_name.values(), key=lambda model: -model.changed)[:MOST_OFFERED]
 
 
-def _opener(choices: ModelChoices, argument: str) -> Callable[[], None]:
-    return lambda: choices.open([argument])
+def _opener(choices: ModelChoices, offer: ListedModel) -> Callable[[], Awaitable[None]]:
+    async def open_newest() -> None:
+        # A run that trains may have deleted this checkpoint since the page was opened: then its best of now.
+        stored = await asyncio.to_thread(_readable_models)
+        arguments = {model.argument for model in stored}
+        newest = next((model for model in offers_of(stored) if model.model == offer.model), offer)
+        choices.open([offer.argument if offer.argument in arguments else newest.argument])
+
+    return open_newest
 
 
 def _about(model: ListedModel) -> str:
