@@ -387,7 +387,7 @@ def test_the_chat_offers_what_a_run_that_trains_has_saved_by_now(monkeypatch: py
         make_folder(checkpoints / "step-00000009", base_model_name_or_path="base")
         shutil.rmtree(first)
         (field,) = (one for one in user.find(ui.select).elements if one.props["label"] == "Model")
-        UserInteraction(user, {field}, None).trigger("popup-show")
+        UserInteraction(user, {field}, None).trigger("popupShow")
         await until(lambda: set(field.options) == {"runs/lora@9"})
         choose(user, "lora, step 7")
         await until(lambda: opened)

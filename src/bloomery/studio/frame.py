@@ -227,8 +227,8 @@ def copy_button(command: str) -> ui.button:
 def question(title: str) -> Iterator[ui.dialog]:
     """A dialog under a title, by which screen readers announce it; inside the block its content.
 
-    What is done with the answer follows `await dialog` in the caller: the work of an element of the dialog would lose its
-    page as the dialog is deleted.
+    What is done with the answer follows `await dialog` in the caller: the work of an element of the dialog would lose
+    its page as the dialog is deleted.
     """
     with ui.dialog() as dialog, ui.card().classes("w-full max-w-[40rem] gap-3"):
         dialog.props["aria-label"] = title
