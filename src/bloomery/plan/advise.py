@@ -46,6 +46,7 @@ from bloomery.plan.estimate.speed import Rate
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import StepShape
 from bloomery.plan.gather import Facts
+from bloomery.plan.layout import DeviceWorkload
 from bloomery.plan.learning_rates import far_rates
 from bloomery.plan.lengths import too_many_epochs
 from bloomery.plan.pipeline import bubble
@@ -57,7 +58,6 @@ from bloomery.plan.types import (
     Estimate,
     Fit,
     MaxLength,
-    MemoryEstimate,
     PlanReport,
     RunPlan,
     Suggestion,
@@ -409,13 +409,12 @@ def _planned_step(
     )
     estimator = StepEstimator.of(plan, machine, profile)
     moments = RolloutMoments.of_plan(plan, step)
+    sequences_per_step = train.tokens_per_step // plan.data.sequence_length
     if parallel is None:
-
-        def peak(other_step: StepShape) -> MemoryEstimate:
-            step_memory = estimator.memory(other_step)
-            return step_memory if moments is None else moments.peak(other_step, step_memory)
-
-        return step, peak, estimator.step_parts(step, train.tokens_per_step)
+        on_device = DeviceWorkload(
+            estimator=estimator, sequences_per_step=sequences_per_step, rollout_moments=moments
+        )
+        return step, on_device.peak, estimator.step_parts(step, train.tokens_per_step)
     layout = parallel.layout
     split = MeshSplit.of(layout)
     workload = mesh.MeshWorkload.of(
@@ -423,7 +422,7 @@ def _planned_step(
         profile,
         step,
         estimator,
-        sequences_per_step=train.tokens_per_step // plan.data.sequence_length,
+        sequences_per_step=sequences_per_step,
         gpus=parallel.gpus,
         nodes=parallel.nodes,
         assumed_network=parallel.assumed_network,

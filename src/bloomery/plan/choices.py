@@ -6,7 +6,7 @@ objective: teacher, reference model, share of loss tokens.
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, TypeVar
 
 from bloomery.core import Choice
 from bloomery.core.device import can
@@ -49,6 +49,13 @@ from bloomery.recipe.schema import (
 
 # of flash attention 2 (its README), which varlen_attn calls; wider heads are an error in the first step
 WIDEST_FLASH_HEAD = 256
+
+T = TypeVar("T")
+
+
+def set_or(planned: Choice[T], recipe_value: T | Literal["auto"]) -> Choice[T]:
+    """The recipe's own value, else the planned one."""
+    return planned if recipe_value == "auto" else Choice(recipe_value, ASKED)
 
 
 def refuse_transformers_misfits(recipe: Recipe, config: ModelConfig) -> None:
@@ -365,6 +372,14 @@ def choose_deterministic(recipe: Recipe, profile: Profile) -> Choice[bool]:
     return Choice(
         recipe.train.deterministic, f"{ASKED}; {slower}" if recipe.train.deterministic else ASKED
     )
+
+
+def choose_fused(recipe: Recipe, profile: Profile, model: TrainedModel) -> Choice[bool]:
+    """Whether torch's fused AdamW does the update; memory-saving states need Bloomery's own."""
+    spec = OPTIMIZERS[recipe.optimizer.kind]
+    if spec.always_native or model.mode.saves_optimizer_memory:
+        return Choice(False, f"Bloomery's {spec.name}, in float32 pieces of bounded size")
+    return profile.fused_optimizer
 
 
 def optimizer_memory_choices(

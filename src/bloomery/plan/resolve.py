@@ -4,20 +4,17 @@
 and resolves a recipe for this machine, with the local dataset.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Literal, cast
 
 from bloomery.core import Choice
 from bloomery.core.device import is_accelerator
 from bloomery.core.errors import UserError
-from bloomery.core.units import GIB, MIB, Duration
+from bloomery.core.units import MIB, Duration
 from bloomery.data.prepare.prepare import prepared_folder
 from bloomery.facts.config import ModelConfig
-from bloomery.facts.limits import Dequantizer
-from bloomery.facts.optimizers import OPTIMIZERS
 from bloomery.facts.pictures import SEES_BOTH_WAYS
 from bloomery.hardware.calibration import threads
 from bloomery.hardware.dequantizers import dequantizer
@@ -26,75 +23,61 @@ from bloomery.hardware.machine import Machine
 from bloomery.hardware.profile import Profile, local_caches, with_gpus, with_host_memory
 from bloomery.hardware.specs import find_gpus
 from bloomery.plan import (
-    adapters,
     batch,
     lengths,
     mesh,
-    rollouts,
     scoring,
     streaming,
-    support_matrix,
     teachers,
     unsupported,
-    unsupported_layouts,
     unsupported_objectives,
 )
-from bloomery.plan.checkpoints import choose_checkpoints, interval_text
+from bloomery.plan.checkpoints import choose_checkpoints
 from bloomery.plan.choices import (
-    ASKED,
-    arithmetic_choices,
     choose_attention,
     choose_compile,
     choose_deterministic,
+    choose_fused,
     extra_forwards,
-    most_loss_tokens,
-    objective_choices,
-    optimizer_memory_choices,
     reference_of,
+    set_or,
     teacher_form,
     teacher_place,
     teacher_streams,
     teacher_tokens,
-    transformers_choices,
 )
+from bloomery.plan.decisions import decisions
 from bloomery.plan.estimate import speed
-from bloomery.plan.estimate.activations import gpu_fallback_bytes, keeps_scores
 from bloomery.plan.estimate.measured import StepEstimator, compile_gain
-from bloomery.plan.estimate.mesh import ONE_DEVICE, MeshSplit
 from bloomery.plan.estimate.states import TrainedModel
-from bloomery.plan.estimate.step import ReferencePlace, StepShape, Stream
+from bloomery.plan.estimate.step import ReferencePlace, StepShape
 from bloomery.plan.gather import Facts, fetch, gather, sees_pictures
+from bloomery.plan.layout import LayoutChooser
 from bloomery.plan.learning_rates import with_usual_values
 from bloomery.plan.pictures import sees_both_ways, step_pictures
-from bloomery.plan.routers import counts_first, router_choices, router_plan
+from bloomery.plan.routers import counts_first, router_plan
+from bloomery.plan.step import Step
 from bloomery.plan.types import (
     LAZY_CONNECTIONS,
-    CheckpointPlan,
     DataPlan,
     DatasetFacts,
-    Decision,
     EpisodesPlan,
-    Estimate,
     EvalPlan,
     Lengths,
     LoggingPlan,
-    MemoryEstimate,
     ModelPlan,
     OptimizerPlan,
     ParallelPlan,
-    RolloutPlan,
     RunPlan,
     SamplePlan,
-    StreamPlan,
     TrainPlan,
 )
 from bloomery.plan.unsupported_layouts import refuse_mesh
-from bloomery.plan.vision import refuse_pictures, vision_choices, vision_plan
+from bloomery.plan.vision import refuse_pictures, vision_plan
 from bloomery.recipe.load import LoadedRecipe
 from bloomery.recipe.objectives import RewardedRollouts, Rollouts
 from bloomery.recipe.schema import (
     IF_INSTALLED,
-    AnyObjective,
     Command,
     PipelineTransport,
     Recipe,
@@ -104,7 +87,6 @@ from bloomery.recipe.schema import (
 # Libraries of matmuls sum in the same order in every run only with these variables.
 DETERMINISM = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "ROCBLAS_DEFAULT_ATOMICS_MODE": "0"}
 
-T = TypeVar("T")
 Precision = Literal["float32", "bfloat16", "float16", "bfloat16-pure"]
 
 
@@ -125,97 +107,33 @@ def resolve(loaded_recipe: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: 
     # How a step computes comes first: the length of the run in steps follows from its batch.
     step = _choose_step_and_reference(recipe, facts, gpus=gpus, nodes=nodes)
     scale = step.scale
-    micro_batching = step.micro_batching
     # Some settings fit only so many steps. Epochs of a dataset that is not prepared yet are no number to refuse them
     # by; the second plan of a run has counted them.
     if not (scale.guessed and recipe.train.length.unit == "epochs"):
         unsupported.refuse_settings(recipe, config, steps=scale.steps)
 
     # A run of a wall time has no number of steps, whatever the estimate says.
-    settings = recipe.train
+    steps = None if recipe.train.length.unit == "seconds" else scale.steps
     eval_steps = _steps_between_evaluations(recipe, scale)
-    timed = settings.length.unit == "seconds"
-    steps = None if timed else scale.steps
-    layout = None if step.parallel is None else step.parallel.layout  # None on one device
+    layout = step.layout
     checkpoints = choose_checkpoints(
         recipe,
         facts.model,
         scale,
         precision=step.precision.value,
-        layout=layout,
+        layout=None if layout.parallel is None else layout.parallel.layout,
         nodes=nodes,
         eval_steps=eval_steps,
         pictures=step_pictures(recipe, facts.dataset),
     )
     plan = RunPlan(
         name=loaded_recipe.name,
-        model=ModelPlan(
-            config=config,
-            source=facts.source,
-            attention=step.attention.value,
-            attention_is_set=recipe.train.attention != "auto",
-            score_chunk=micro_batching.score_chunk.value,
-            # Compiled with attention alone, so that one setting decides whether a run needs the machine's compiler. The
-            # compiled code has neither a softcap nor a gradient of entropies.
-            scores="compiled"
-            if step.attention.value == "compiled"
-            and config.final_softcap is None
-            and not getattr(recipe.objective, "entropy_coef", 0.0)
-            else "torch",
-            new_ids=facts.new_ids,
-        ),
-        data=DataPlan(
-            prepared=facts.prepared.absolute(),
-            sequence_length=recipe.data.sequence_length,
-            layout=recipe.data.layout,
-            pin_memory=set_or(profile.pin_memory, recipe.data.pin_memory).value,
-            prefetch=set_or(profile.prefetch, recipe.data.prefetch).value,
-            on_error=recipe.data.on_error,
-        ),
-        optimizer=_optimizer(recipe, scale, fused=_fused(recipe, facts).value),
-        train=TrainPlan(
-            steps=steps,
-            seconds=settings.length.amount if timed else None,
-            min_steps=settings.min_steps,
-            tokens_per_step=step.tokens.value,
-            micro_batch_size=micro_batching.micro_batch_size.value,
-            accumulation=step.accumulation,
-            empty_sequences=layout.sequences - scale.sequences_per_step if layout else 0,
-            precision=cast(Precision, step.precision.value),
-            compile=step.compiled.value,
-            activation_checkpointing=micro_batching.checkpointing.value,
-            max_grad_norm=settings.max_grad_norm,
-            neftune_alpha=settings.neftune_alpha,
-            ema_decay=settings.ema_decay,
-            router=router_plan(recipe, config),
-            seed=settings.seed,
-            deterministic=choose_deterministic(recipe, profile).value,
-            threads=max(1, threads(facts.machine) // gpus),  # the ranks of a host share its cores
-            replicate=layout.replicate if layout else 1,
-            shard=layout.shard if layout else 1,
-            pipeline=layout.pipeline if layout else 1,
-            context=layout.context if layout else 1,
-            expert=layout.expert if layout else 1,
-            pipeline_schedule=layout.pipeline_schedule if layout else "1f1b",
-            pipeline_layers=layout.pipeline_layers if layout else (),
-            pipeline_link=_pipeline_link(recipe, profile, step.parallel),
-            device=profile.device.value,
-            offload_activations=settings.offload_activations,
-            stream=step.stream.value,
-            stream_micro_batches=step.micro_batching.step.stream_micro_batches,
-            stream_host=step.micro_batching.step.stream_host,
-            scoring_devices=recipe.parallel.scoring_devices,
-        ),
+        model=_model(recipe, facts, step),
+        data=_data(recipe, facts),
+        optimizer=_optimizer(recipe, scale, fused=choose_fused(recipe, profile, facts.model).value),
+        train=_train(recipe, facts, step, steps=steps, gpus=gpus),
         checkpoint=checkpoints.value,
-        eval=EvalPlan(
-            every_steps=eval_steps,
-            on_start=recipe.eval.on_start,
-            sequences=lengths.evaluation_sequences(
-                eval_steps, scale, tokens=_number(recipe.eval.tokens)
-            ),
-            early_stopping_patience=_number(recipe.eval.early_stopping_patience),
-            micro_batch_size=micro_batching.micro_batch_size.value,
-        ),
+        eval=_evaluation(recipe, step, every_steps=eval_steps),
         sample=SamplePlan(**recipe.sample.model_dump()),
         logging=_logging(recipe, scale),
         objective=step.objective,
@@ -227,19 +145,19 @@ def resolve(loaded_recipe: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: 
         quantized_by=step.dequantizer.value,
         torch=facts.machine.software.torch or "",
         memory=step.memory,
-        step_seconds=step.seconds,
+        step_seconds=layout.seconds,
         total_tokens=None if steps is None else round(steps * step.trained_tokens),
-        choices=_decisions(recipe, facts, step, optimizer_choices, checkpoints),
+        choices=decisions(recipe, facts, step, optimizer_choices, checkpoints),
         lengths=_lengths(recipe),
         dataset=facts.dataset,
         environment=profile.environment.value,
-        parallel=step.parallel,
-        rollout=step.rollout,
-        stream=step.stream_plan,
+        parallel=layout.parallel,
+        rollout=layout.rollout,
+        stream=layout.stream_plan,
         scoring=scoring.plan_scoring(
             recipe,
             StepEstimator.of(recipe, facts.machine, profile),
-            micro_batching.step,
+            layout.micro_batching.step,
             step.memory,
             reward_models=facts.reward_models,
             rank_sequences=step.computed_sequences,
@@ -251,67 +169,7 @@ def resolve(loaded_recipe: LoadedRecipe, facts: Facts, *, gpus: int = 1, nodes: 
     return plan
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Step:
-    """The choices about a step that depend on each other.
-
-    `scale`: the step in sequences, tokens and epochs. `seconds`: of the step, None where the device's speed is unknown.
-    `parallel`: every layout over several devices, None on one. `stream_plan`: None where all weights are on the device.
-    """
-
-    tokens: Choice[int]
-    precision: Choice[str]
-    attention: Choice[str]
-    compiled: Choice[bool]
-    dequantizer: Choice[Dequantizer]
-    scale: lengths.Scale
-    micro_batching: batch.MicroBatching
-    seconds: Estimate | None
-    parallel: ParallelPlan | None
-    rollout: RolloutPlan | None
-    reference: ReferencePlace
-    objective: AnyObjective
-    stream: Choice[Stream]
-    stream_plan: StreamPlan | None
-    teacher_forms: tuple[teachers.TeacherForm, ...]
-
-    @property
-    def computed_sequences(self) -> int:
-        """Of a step, on each device: completions are packed."""
-        if self.rollout is not None:
-            return self.rollout.micro_batches * self.micro_batching.micro_batch_size.value
-        return self.accumulation * self.micro_batching.micro_batch_size.value
-
-    @property
-    def memory(self) -> MemoryEstimate:
-        """Of the moment that needs most: a step, or the sampling of completions."""
-        return self.micro_batching.memory
-
-    @property
-    def accumulation(self) -> int:
-        """Micro-batches per step and device."""
-        if self.parallel is not None:
-            return self.parallel.layout.accumulation
-        return self.scale.sequences_per_step // self.micro_batching.micro_batch_size.value
-
-    @property
-    def trained_tokens(self) -> float:
-        return self.tokens.value if self.rollout is None else self.rollout.tokens_per_step
-
-
-class _Layout(NamedTuple):
-    """How a step runs on its devices."""
-
-    micro_batching: batch.MicroBatching
-    seconds: Estimate | None
-    parallel: ParallelPlan | None
-    rollout: RolloutPlan | None
-    stream: Choice[Stream]
-    stream_plan: StreamPlan | None
-    teacher_forms: tuple[teachers.TeacherForm, ...]
-
-
-def _choose_step_and_reference(recipe: Recipe, facts: Facts, *, gpus: int, nodes: int) -> _Step:
+def _choose_step_and_reference(recipe: Recipe, facts: Facts, *, gpus: int, nodes: int) -> Step:
     """The step, with the place of a frozen copy of the start where the objective needs one: on the device where that
     fits, else on the host. Raises UserError.
     """
@@ -325,46 +183,30 @@ def _choose_step_and_reference(recipe: Recipe, facts: Facts, *, gpus: int, nodes
     if place == "host" and not has_host:
         place = "device"
     step = _choose_step(recipe, facts, gpus=gpus, nodes=nodes, reference=place)
-    all_on_device = step.memory.fits and step.stream_plan is None
+    all_on_device = step.memory.fits and step.layout.stream_plan is None
     if objective.reference == "auto" and has_host and gpus * nodes == 1 and not all_on_device:
         on_host = _choose_step(recipe, facts, gpus=gpus, nodes=nodes, reference="host")
         # The reference on the host costs less than weights that stream.
-        costs_less = on_host.stream_plan is None or not step.memory.fits
+        costs_less = on_host.layout.stream_plan is None or not step.memory.fits
         return on_host if on_host.memory.fits and costs_less else step
     return step
 
 
 def _choose_step(
     recipe: Recipe, facts: Facts, *, gpus: int, nodes: int, reference: ReferencePlace
-) -> _Step:
+) -> Step:
     """Makes the choices about a step in the order in which they depend on each other. Raises UserError."""
     profile = facts.profile
     config = facts.config
     dataset = facts.dataset
-    torch = facts.machine.software.torch
     train = recipe.train
     length = recipe.data.sequence_length
     estimator = StepEstimator.of(recipe, facts.machine, profile)
 
-    # The batch follows from the model and the dataset alone: it never depends on the machine. Fine-tuning takes smaller
-    # ones than pretraining.
-    tokens = batch.choose_tokens_per_step(
-        recipe.tokens_per_step,
-        config,
-        length,
-        sequences_per_epoch=dataset.sequences_per_epoch if dataset else None,
-        tuning=not recipe.objective.spec.reads_text or recipe.adapter.kind != "none",
-    )
-    if isinstance(recipe.objective, Rollouts):
-        tokens = batch.of_whole_groups(
-            tokens, length, num_generations=recipe.objective.num_generations
-        )
-
     # What one step computes. Compilation needs the length of the run, which needs the batch.
+    tokens = _tokens_per_step(recipe, facts)
     precision = set_or(profile.dtype, train.precision)
-    attention = choose_attention(recipe, config, profile, precision=precision.value, torch=torch)
-    if sees_both_ways(dataset) and attention.value not in SEES_BOTH_WAYS:
-        attention = Choice("mask", "tokens of a picture attend to those after them, too")
+    attention = _attention(recipe, facts, precision=precision.value)
     shape = step_shape(
         recipe,
         facts.model,
@@ -389,142 +231,11 @@ def _choose_step(
         waiting = scale.sequences_per_step + read_ahead
         shape = replace(shape, pictures=replace(shape.pictures, waiting_sequences=waiting))
 
-    def forms_of(
-        step: StepShape,
-        measure: batch.Measure,
-        seconds: Callable[[StepShape], float | None],
-        split: MeshSplit,
-    ) -> tuple[teachers.TeacherForm, ...]:
-        """Those of the teacher in this layout, on GPUs: the memory of a CPU is the host's."""
-        if step.teacher is None or profile.accelerator is None:
-            return ()
-        scored_apart = recipe.model_copy(
-            update={"parallel": recipe.parallel.model_copy(update={"scoring_devices": 1})}
-        )
-        may_score_apart = not any(
-            support_matrix.refusals(scored_apart, axis, config)
-            for axis in support_matrix.ALL_AXES
-            if getattr(split, axis) > 1
-        )
-        return teachers.teacher_forms(
-            step,
-            measure=measure,
-            seconds=lambda form: (
-                None if form.teacher_stream and estimator.host_link is None else seconds(form)
-            ),
-            devices=split.replicate * split.shard,
-            host_devices=gpus + recipe.parallel.scoring_devices if may_score_apart else 1,
-            states_tokens=most_loss_tokens(recipe),
-        )
-
-    def choose_layout(sequences: int) -> _Layout:
-        """Micro-batches, seconds and layouts of a step, with its rollout: on one device, or the best of those over
-        several.
-        """
-        moments = rollouts.RolloutMoments.of(recipe, facts, sequences)
-        if gpus * nodes > 1:
-            streaming.refuse_stream(recipe, config, profile, devices=gpus * nodes)
-            of_device = replace(
-                streaming.shape_on_replicas(recipe, shape, facts.machine),
-                context=recipe.parallel.context,
-                expert=recipe.parallel.expert,
-            )
-            workload = mesh.MeshWorkload.of(
-                facts.machine,
-                profile,
-                of_device,
-                estimator,
-                sequences_per_step=sequences,
-                gpus=gpus,
-                nodes=nodes,
-                assumed_network=recipe.parallel.network,
-                rollout_moments=moments,
-            )
-            best, plan = mesh.plan_mesh(workload, recipe)
-            best_step = best.micro_batching.step
-            rollout = None
-            if moments is not None:
-                rollout = rollouts.plan_rollout(
-                    moments,
-                    estimator,
-                    best_step,
-                    workload.step_memory(best.split, best_step),
-                    split=best.split,
-                    step_seconds=best.seconds,
-                    fabric=workload.fabric,
-                )
-            choice, stream_plan = streaming.on_replicas(
-                recipe, estimator, best_step, step_tokens=best.sequences * length, per_node=gpus
-            )
-            # Ranks of a host have one copy; those of a pipeline's last stage one each.
-            sharing = best.split.replicate * best.split.shard
-            copies = min(gpus, sharing) if best.split.pipeline > 1 else 1
-            teachers.refuse_small_host(best_step, estimator, copies=copies)
-            forms = forms_of(
-                best_step,
-                workload.memory(best.split),
-                partial(mesh.step_seconds, workload, best.split, best.sequences),
-                best.split,
-            )
-            return _Layout(
-                best.micro_batching, best.seconds, plan, rollout, choice, stream_plan, forms
-            )
-        unsupported_layouts.refuse_context(recipe, config, 1)
-
-        def estimated(step: StepShape) -> Estimate | None:
-            computed = sequences if moments is None else moments.packed_sequences(step)
-            parts = estimator.step_parts(step, computed * length)
-            return speed.total(parts) if parts else None
-
-        def peak(step: StepShape) -> MemoryEstimate:
-            step_memory = estimator.memory(step)
-            return step_memory if moments is None else moments.peak(step, step_memory)
-
-        def seconds_of(step: StepShape) -> float | None:
-            estimate = estimated(step)
-            return None if estimate is None else estimate.value
-
-        def choose(of_step: StepShape) -> batch.MicroBatching:
-            return batch.choose_micro_batching(
-                streaming.settings_of(train, of_step),
-                of_step,
-                sequences_per_step=sequences,
-                measure=peak,
-                seconds=seconds_of,
-                together=partial(
-                    streaming.together,
-                    recipe,
-                    sequences=sequences,
-                    measure=peak,
-                    seconds=seconds_of,
-                ),
-            )
-
-        stream, micro_batching, stream_plan = streaming.choose_stream(
-            recipe,
-            config,
-            estimator,
-            shape,
-            step_tokens=sequences * length,
-            choose=choose,
-            seconds=seconds_of,
-        )
-        step = micro_batching.step
-        seconds = estimated(step)
-        rollout = None
-        if moments is not None:
-            rollout = rollouts.plan_rollout(
-                moments,
-                estimator,
-                step,
-                estimator.memory(step),
-                split=ONE_DEVICE,
-                step_seconds=seconds,
-            )
-        forms = forms_of(step, peak, seconds_of, ONE_DEVICE)
-        return _Layout(micro_batching, seconds, None, rollout, stream, stream_plan, forms)
-
-    layout = choose_layout(scale.sequences_per_step)
+    # How it runs on its devices.
+    chooser = LayoutChooser(
+        recipe=recipe, facts=facts, estimator=estimator, shape=shape, gpus=gpus, nodes=nodes
+    )
+    layout = chooser.layout(scale.sequences_per_step)
 
     # An optimizer inside backward frees each gradient at once, so that micro-batches cannot accumulate. Where the
     # recipe leaves the batch open, it becomes the largest micro-batch that fits, and what follows is chosen again.
@@ -533,16 +244,13 @@ def _choose_step(
         reason = "optimizer.fused_backward: a step is one micro-batch, the largest that fits"
         tokens = Choice(layout.micro_batching.step.tokens_per_micro_batch, reason)
         scale = lengths.scale_of(train.length, length, dataset, tokens.value)
-        layout = choose_layout(scale.sequences_per_step)
-    micro_batching, seconds, parallel, rollout, stream, stream_plan, teacher_forms = layout
-    if rollout is not None:
-        seconds = speed.total(rollout.seconds) if rollout.seconds else None
-    if stream_plan is not None:
+        layout = chooser.layout(scale.sequences_per_step)
+    if layout.stream_plan is not None:
         compiled = Choice(False, streaming.UNCOMPILED)
 
     # A run of a wall time has about as many steps as the estimate says; without an estimate they stay unknown.
-    step_seconds = seconds.value if seconds else None
-    return _Step(
+    step_seconds = layout.seconds.value if layout.seconds else None
+    return Step(
         tokens=tokens,
         precision=precision,
         attention=attention,
@@ -558,18 +266,41 @@ def _choose_step(
             steps=scale.steps or lengths.provisional_steps(train.length, step_seconds),
             step_seconds=step_seconds,
         ),
-        micro_batching=micro_batching,
-        seconds=seconds,
-        parallel=parallel,
-        rollout=rollout,
+        layout=layout,
         reference=reference,
         objective=recipe.objective
         if reference == "none"
         else recipe.objective.model_copy(update={"reference": reference}),
-        stream=stream,
-        stream_plan=stream_plan,
-        teacher_forms=teacher_forms,
     )
+
+
+def _tokens_per_step(recipe: Recipe, facts: Facts) -> Choice[int]:
+    """The batch follows from the model and the dataset alone: it never depends on the machine."""
+    dataset = facts.dataset
+    length = recipe.data.sequence_length
+    # Fine-tuning takes smaller ones than pretraining.
+    tokens = batch.choose_tokens_per_step(
+        recipe.tokens_per_step,
+        facts.config,
+        length,
+        sequences_per_epoch=dataset.sequences_per_epoch if dataset else None,
+        tuning=not recipe.objective.spec.reads_text or recipe.adapter.kind != "none",
+    )
+    if isinstance(recipe.objective, Rollouts):
+        return batch.of_whole_groups(
+            tokens, length, num_generations=recipe.objective.num_generations
+        )
+    return tokens
+
+
+def _attention(recipe: Recipe, facts: Facts, *, precision: str) -> Choice[str]:
+    torch = facts.machine.software.torch
+    attention = choose_attention(
+        recipe, facts.config, facts.profile, precision=precision, torch=torch
+    )
+    if sees_both_ways(facts.dataset) and attention.value not in SEES_BOTH_WAYS:
+        return Choice("mask", "tokens of a picture attend to those after them, too")
+    return attention
 
 
 def step_shape(
@@ -646,104 +377,96 @@ def _compiled(
     )
 
 
-def _decisions(
-    recipe: Recipe,
-    facts: Facts,
-    step: _Step,
-    optimizer_choices: Mapping[str, Choice[float | str]],
-    checkpoints: Choice[CheckpointPlan],
-) -> tuple[Decision, ...]:
-    """Every choice with its reason, in the order in which `bloomery plan` prints them."""
-    profile = facts.profile
-    config = facts.config
-    micro_batching = step.micro_batching
-
-    # How a step computes.
-    precision = step.precision
-    attention = step.attention
-    if precision.value == "float16":  # always with loss scaling
-        precision = Choice("float16 + loss scaling", precision.reason)
-    # A GPU for which no fused kernel is known may take PyTorch's fallback, which keeps scores that the estimate does
-    # not have: the user reads how many bytes. Half a tenth is rounded up.
-    if profile.attention.value == "plain" and not keeps_scores(micro_batching.step):
-        fallback_gib = gpu_fallback_bytes(micro_batching.step) / GIB
-        more_memory = f"PyTorch's fallback needs {int(fallback_gib * 10 + 0.5) / 10:.1f} GiB more"
-        attention = Choice(attention.value, f"{attention.reason}; {more_memory}")
-    choices: dict[str, Choice[Any]] = {
-        "train.precision": precision,
-        "train.attention": attention,
-        "train.compile": Choice(
-            "compiled" if step.compiled.value else "uncompiled", step.compiled.reason
-        ),
-        "train.tokens_per_step": step.tokens,
-    }
-
-    # What lengths become in steps, where that is not what the recipe says.
-    partial_step = lengths.left_out(recipe.train.length, step.scale)
-    if partial_step and step.scale.steps is not None:
-        reason = f"the last {partial_step:,} sequences of {recipe.train.length} fill no step and are left out"
-        choices[f"train.{recipe.train.length_key}"] = Choice(f"{step.scale.steps:,} steps", reason)
-    if checkpoints.reason != ASKED:
-        choices["checkpoint.every"] = Choice(interval_text(checkpoints.value), checkpoints.reason)
-
-    # What the machine decides.
-    workers = recipe.data.num_proc
-    loader_reason = profile.workers.reason
-    workers_choice = Choice(str(workers), f"{ASKED}: processes of `prepare`; {loader_reason}")
-    if workers == "auto":
-        reason = f"one process for small datasets, every core for large ones; {loader_reason}"
-        workers_choice = Choice("by size", reason)
-    choices |= {
-        "train.micro_batch_size": micro_batching.micro_batch_size,
-        "train.activation_checkpointing": micro_batching.checkpointing,
-        "parallel.stream": step.stream,
-        **({} if step.stream_plan is None else streaming.host_choices(step.stream_plan)),
-        "train.deterministic": choose_deterministic(recipe, profile),
-        "train.device": profile.device,
-        "model.score_chunk": micro_batching.score_chunk,
-        "data.num_proc": workers_choice,
-        "data.pin_memory": set_or(profile.pin_memory, recipe.data.pin_memory),
-        "data.prefetch": set_or(profile.prefetch, recipe.data.prefetch),
-        "optimizer.fused": _fused(recipe, facts),
-    }
-    if variables := " ".join(f"{key}={value}" for key, value in profile.environment.value.items()):
-        choices["environment"] = Choice(variables, profile.environment.reason)
-
-    # What model, adapter, objective and optimizer decide.
-    on_gpu = profile.accelerator is not None
-    more_choices: tuple[tuple[str, Choice[Any]], ...] = (
-        *adapters.quantized_choices(recipe, facts.model, step.dequantizer),
-        *transformers_choices(recipe, config),
-        *adapters.adapter_choices(
-            recipe, facts.model, known_vocabulary=facts.known_vocabulary, added=facts.new_tokens
-        ),
-        *objective_choices(recipe, facts.dataset, facts.teacher, step.reference),
-        *teachers.teacher_form_choice(micro_batching.step, step.teacher_forms),
-        *vision_choices(recipe),
-        *router_choices(recipe, config, accumulation=step.accumulation),
-        *optimizer_choices.items(),
-        *arithmetic_choices(
-            recipe,
-            facts.model,
-            precision=step.precision.value,
-            pictures=step_pictures(recipe, facts.dataset),
-        ),
-        *optimizer_memory_choices(recipe, accelerator=on_gpu, precision=step.precision.value),
-    )
-
-    decisions = []
-    for key, choice in (*choices.items(), *more_choices):
-        value = str(choice.value)
-        if isinstance(choice.value, bool):
-            value = "yes" if choice.value else "no"
-        decisions.append(Decision(key=key, value=value, reason=choice.reason))
-    return tuple(decisions)
-
-
 def _steps_between_evaluations(recipe: Recipe, scale: lengths.Scale) -> int | None:
     """Steps between evaluations; None where the recipe has none."""
     interval = recipe.eval.every
     return None if interval == "none" else lengths.steps_of(interval, scale, key="eval.every")
+
+
+def _model(recipe: Recipe, facts: Facts, step: Step) -> ModelPlan:
+    config = facts.config
+    # Compiled with attention alone, so that one setting decides whether a run needs the machine's compiler. The
+    # compiled code has neither a softcap nor a gradient of entropies.
+    scores_compile = (
+        step.attention.value == "compiled"
+        and config.final_softcap is None
+        and not getattr(recipe.objective, "entropy_coef", 0.0)
+    )
+    return ModelPlan(
+        config=config,
+        source=facts.source,
+        attention=step.attention.value,
+        attention_is_set=recipe.train.attention != "auto",
+        score_chunk=step.layout.micro_batching.score_chunk.value,
+        scores="compiled" if scores_compile else "torch",
+        new_ids=facts.new_ids,
+    )
+
+
+def _data(recipe: Recipe, facts: Facts) -> DataPlan:
+    profile = facts.profile
+    return DataPlan(
+        prepared=facts.prepared.absolute(),
+        sequence_length=recipe.data.sequence_length,
+        layout=recipe.data.layout,
+        pin_memory=set_or(profile.pin_memory, recipe.data.pin_memory).value,
+        prefetch=set_or(profile.prefetch, recipe.data.prefetch).value,
+        on_error=recipe.data.on_error,
+    )
+
+
+def _train(recipe: Recipe, facts: Facts, step: Step, *, steps: int | None, gpus: int) -> TrainPlan:
+    """`steps`: None for a run of a wall time, and where the size of a dataset is not known yet."""
+    profile = facts.profile
+    settings = recipe.train
+    micro_batching = step.layout.micro_batching
+    parallel = step.layout.parallel
+    layout = None if parallel is None else parallel.layout  # None on one device
+    return TrainPlan(
+        steps=steps,
+        seconds=settings.length.amount if settings.length.unit == "seconds" else None,
+        min_steps=settings.min_steps,
+        tokens_per_step=step.tokens.value,
+        micro_batch_size=micro_batching.micro_batch_size.value,
+        accumulation=step.accumulation,
+        empty_sequences=layout.sequences - step.scale.sequences_per_step if layout else 0,
+        precision=cast(Precision, step.precision.value),
+        compile=step.compiled.value,
+        activation_checkpointing=micro_batching.checkpointing.value,
+        max_grad_norm=settings.max_grad_norm,
+        neftune_alpha=settings.neftune_alpha,
+        ema_decay=settings.ema_decay,
+        router=router_plan(recipe, facts.config),
+        seed=settings.seed,
+        deterministic=choose_deterministic(recipe, profile).value,
+        threads=max(1, threads(facts.machine) // gpus),  # the ranks of a host share its cores
+        replicate=layout.replicate if layout else 1,
+        shard=layout.shard if layout else 1,
+        pipeline=layout.pipeline if layout else 1,
+        context=layout.context if layout else 1,
+        expert=layout.expert if layout else 1,
+        pipeline_schedule=layout.pipeline_schedule if layout else "1f1b",
+        pipeline_layers=layout.pipeline_layers if layout else (),
+        pipeline_link=_pipeline_link(recipe, profile, parallel),
+        device=profile.device.value,
+        offload_activations=settings.offload_activations,
+        stream=step.layout.stream.value,
+        stream_micro_batches=micro_batching.step.stream_micro_batches,
+        stream_host=micro_batching.step.stream_host,
+        scoring_devices=recipe.parallel.scoring_devices,
+    )
+
+
+def _evaluation(recipe: Recipe, step: Step, *, every_steps: int | None) -> EvalPlan:
+    return EvalPlan(
+        every_steps=every_steps,
+        on_start=recipe.eval.on_start,
+        sequences=lengths.evaluation_sequences(
+            every_steps, step.scale, tokens=_number(recipe.eval.tokens)
+        ),
+        early_stopping_patience=_number(recipe.eval.early_stopping_patience),
+        micro_batch_size=step.layout.micro_batching.micro_batch_size.value,
+    )
 
 
 def _optimizer(recipe: Recipe, scale: lengths.Scale, *, fused: bool) -> OptimizerPlan:
@@ -802,19 +525,6 @@ def _lengths(recipe: Recipe) -> Lengths:
         checkpoint=recipe.checkpoint.every,
         evaluation=None if recipe.eval.every == "none" else recipe.eval.every,
     )
-
-
-def _fused(recipe: Recipe, facts: Facts) -> Choice[bool]:
-    """Whether torch's fused AdamW does the update; memory-saving states need Bloomery's own."""
-    spec = OPTIMIZERS[recipe.optimizer.kind]
-    if spec.always_native or facts.model.mode.saves_optimizer_memory:
-        return Choice(False, f"Bloomery's {spec.name}, in float32 pieces of bounded size")
-    return facts.profile.fused_optimizer
-
-
-def set_or(planned: Choice[T], recipe_value: T | Literal["auto"]) -> Choice[T]:
-    """The recipe's own value, else the planned one."""
-    return planned if recipe_value == "auto" else Choice(recipe_value, ASKED)
 
 
 def _decay(schedule: str | Wsd) -> Duration | None:
