@@ -61,7 +61,8 @@ def test_curves_metrics_and_recipes_of_two_runs() -> None:
     make_run("one", events=[*made_up_run(), *tasks])
     make_run("<b>two", end=RunEnded(step=20, status="stopped"), events=list(made_up_run(20)))
     for name, rate in (("one", 1e-4), ("<b>two", 3e-4)):
-        recipe = f"extends: go-coder-tiny\noptimizer: {{learning_rate: {rate}}}\n"
+        recipe = f"name: {name[-3:]}\nextends: go-coder-tiny\noptimizer: {{learning_rate: {rate}}}\n"
+        recipe += f"train: {{epochs: {round(1e4 * rate):.1f}}}\n"
         (Path("runs") / name / "recipe.yaml").write_text(recipe, encoding="utf-8")
 
     async def visit(user) -> None:
@@ -80,7 +81,10 @@ def test_curves_metrics_and_recipes_of_two_runs() -> None:
         assert metrics["arc: acc"] == ["62.0% (52.0% to 71.0%), step 40", "–"]
         assert metrics["Status"] == ["done", "stopped"]
         await until(lambda: table_of(user, 1))
-        assert table_of(user, 1) == {"optimizer.learning_rate": ["0.0001", "0.0003"]}
+        assert table_of(user, 1) == {
+            "optimizer.learning_rate": ["0.0001", "0.0003"],
+            "train.epochs": ["1", "3"],
+        }
 
     with_user(visit)
 

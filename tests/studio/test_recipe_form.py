@@ -1,5 +1,6 @@
 """A recipe as a form and as YAML: each change against the recipe that the text loads to."""
 
+import json
 import re
 import resource
 import signal
@@ -105,7 +106,7 @@ def test_the_form_has_the_keys_of_the_schema_with_their_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [1, 0.5, 1e-05, True, None, "auto", "10B tokens", ["a", "b"], {"a": 1}, "*.go", ""]
+    "value", [1, 3.0, 1e20, 0.5, 1e-05, True, None, "auto", "10B tokens", ["a", "b"], {"a": 1}, "*.go", ""]
 )
 def test_a_value_as_text_is_read_back(value: object) -> None:
     if value == "":
@@ -115,6 +116,21 @@ def test_a_value_as_text_is_read_back(value: object) -> None:
     from ruamel.yaml import YAML
 
     assert YAML(typ="safe", pure=True).load(recipe_text) == {"a": {"b": value}}
+
+
+def test_a_whole_number_has_no_fraction() -> None:
+    assert [value_text(value) for value in (3.0, 1.5, -2.0, 0.0)] == ["3", "1.5", "-2", "0"]
+
+
+def test_the_usual_batch_of_packed_rows_is_in_rows() -> None:
+    chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    Path("chats.jsonl").write_text(f"{json.dumps(chat)}\n" * 40)
+    text = "model: {from: HuggingFaceTB/SmolLM2-135M-Instruct}\nobjective: sft\nadapter: lora\n"
+    hints = [
+        planned(text + data, "mine").usual["train.batch_size"]
+        for data in ("data: {path: chats.jsonl}\n", "data: {path: chats.jsonl, packing: false}\n")
+    ]
+    assert hints == ["usual: 16 to 64 rows; short rows share a sequence", "usual: 16 to 64"]
 
 
 def test_a_plan_has_lines_and_mistakes_have_their_key() -> None:

@@ -24,6 +24,7 @@ from bloomery.studio.commands import Commands
 from bloomery.studio.components import button, card, choice, heading, note, sentence, text, toolbar
 from bloomery.studio.frame import CommandView, notify, page, starting_page, update_every
 from bloomery.studio.parallel_axes import Line, parallel_axes
+from bloomery.studio.recipe_form import as_typed
 from bloomery.studio.run_charts import charts_of, evaluations_of
 from bloomery.studio.sweep_section import SweepSection, about, count_begun, name_of
 from bloomery.studio.watching import (
@@ -534,6 +535,7 @@ class CompareView:
         keys = {key for recipe in recipes for key in recipe}
         different = {key for key in keys if len({recipe.get(key) for recipe in recipes}) > 1}
         different |= keys & {UNREADABLE}
+        different -= {"name"}  # that of a run heads its column
         self._recipes.props(remove="loading")
         self._recipes.props(f'no-data-label="no key of {len(keys)} differs"')
         differences = [
@@ -698,5 +700,7 @@ def _flat(section: Mapping[str, Any], path: str) -> Iterator[tuple[str, str]]:
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{path}{key}.")
         else:
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            text = value
+            if not isinstance(value, str):
+                text = json.dumps(as_typed(value), ensure_ascii=False)
             yield harmless(f"{path}{key}"), harmless(text)

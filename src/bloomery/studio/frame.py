@@ -200,13 +200,16 @@ def sort_by_keyboard(table: ui.table, tools: ui.element, *, always: bool = False
     `always`: a wide one, too, where not every column has a heading.
     """
     table.add_slot("header-cell", _SORT_HEADING)
-    headings = {column["name"]: column["label"] for column in table.columns}
+    headings = {"": "newest first"}  # as the rows come
+    headings |= {column["name"]: column["label"] for column in table.columns}
 
     def sort(event: ValueChangeEventArguments[str]) -> None:
-        table.pagination = {"rowsPerPage": 0, "sortBy": event.value}
+        table.pagination = {"rowsPerPage": 0, "sortBy": event.value or None}
 
     with tools:
-        field = ui.select(headings, label="Sort by", on_change=sort).props("dense outlined")
+        field = ui.select(headings, value="", label="Sort by", on_change=sort).props(
+            "dense outlined"
+        )
         field.classes("w-40" if always else "w-40 md:hidden")
 
 

@@ -164,9 +164,13 @@ def usual_values(recipe: Recipe, plan: RunPlan) -> dict[str, str]:
     usual = usual_of(recipe, plan.model.config)
     repeats = OBJECTIVES[recipe.objective.kind].repeats
     is_adapted = recipe.adapter.kind != "none"
+    batch = BATCH_OF_ADAPTER if is_adapted else BATCH_OF_ALL
+    spec = plan.objective.spec
+    if plan.data.layout == "packed" and not spec.reads_text and not spec.samples:
+        batch = f"{batch} rows; short rows share a sequence"
     hints = {
         "optimizer.learning_rate": f"usual: {usual.rates}",
-        "train.batch_size": f"usual: {BATCH_OF_ADAPTER if is_adapted else BATCH_OF_ALL}",
+        "train.batch_size": f"usual: {batch}",
         "adapter.rank": f"usual: {RANKS}" if is_adapted else "all weights are trained",
         "data.sequence_length": _of_length(plan),
     }

@@ -32,6 +32,7 @@ from bloomery.studio.plan_picture import PlanPicture, picture_of, planned_values
 
 KeyPath = tuple[str, ...]
 _HIDDEN = ("name", "extends", "claims", "rewards")  # keys that are no section: the YAML has them
+MOST_WHOLE = 1e15  # larger numbers have an exponent
 SOURCE = "recipe"  # where the keys of the text come from, in messages
 
 
@@ -170,8 +171,15 @@ def _options(schema: dict[str, Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(words))
 
 
+def as_typed(value: Any) -> Any:
+    """A number as people write it: 3 epochs, not 3.0."""
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < MOST_WHOLE
+    return int(value) if is_whole else value
+
+
 def value_text(value: Any) -> str:
     """A value as it is written in a recipe."""
+    value = as_typed(value)
     writer = YAML()
     writer.default_flow_style = True
     writer.width = 10_000
