@@ -179,6 +179,9 @@ CASES: dict[str, list[tuple[str, dict[str, Any], float]]] = {
         ("text", {"train": {"activation_checkpointing": mode}}, 1e-5)
         for mode in ("full", "selective")
     ],
+    "parallel.scoring_devices": [
+        ("text", {"objective": "distill", "train": {"scoring_devices": 1}}, 1e-5),
+    ],
     "parallel.stream": [
         (
             "text",
