@@ -134,7 +134,7 @@ def test_where_the_lock_cannot_be_asked_its_text_tells(run, monkeypatch, problem
     def refuse(*words):
         raise problem
 
-    monkeypatch.setattr("bloomery.core.files.flock", refuse)
+    monkeypatch.setattr("fcntl.flock", refuse)
     assert not worked_on(run)
     mine = {"pid": os.getpid(), "started": start_mark(os.getpid()), "host": host_name()}
     (run / "lock").write_text(json.dumps(mine))

@@ -218,7 +218,7 @@ def test_a_living_process_that_does_not_tell_its_start_holds_its_lock(tmp_path: 
 def test_a_lock_without_kernel_locks_goes_by_its_text(tmp_path: Path, monkeypatch) -> None:
     folder = RunFolder(tmp_path)
     monkeypatch.setattr(
-        "bloomery.core.files.flock",
+        "fcntl.flock",
         lambda *_: (_ for _ in ()).throw(OSError(38, "not implemented")),
     )
     parent = os.getppid()

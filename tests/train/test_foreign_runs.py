@@ -17,7 +17,7 @@ from bloomery.model.io.weights import load_decoder
 from bloomery.plan.types import RunPlan
 from bloomery.recipe.objectives import Distill
 from bloomery.recipe.schema import Lora, Model, Peft, Quantize
-from bloomery.train.objectives import distillation
+from bloomery.train.objectives import teacher as teacher_module
 from bloomery.train.state import build_state
 from foreign_models import saved_model
 
@@ -195,7 +195,7 @@ def test_a_foreign_model_learns_from_a_foreign_teacher_whose_logits_have_a_bias(
     sharp = load_file(teacher / "model.safetensors")
     sharp["lm_head.bias"] = torch.linspace(-5, 5, 300)
     save_file(sharp, teacher / "model.safetensors", metadata={"format": "pt"})
-    distillation._load.cache_clear()
+    teacher_module._load.cache_clear()
     assert Run(plan.model_copy(update={"objective": asked}), tmp_path / "other").losses()[1] > 1
 
 
