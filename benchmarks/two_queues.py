@@ -24,10 +24,10 @@ from torch import Tensor
 
 from bloomery.hardware.host_links import HostLink
 from bloomery.model.configs import build_config
-from bloomery.plan.estimate.queues import Task, finish_times
+from bloomery.plan.estimate.queues import Queues
 from bloomery.plan.estimate.states import TrainedModel
 from bloomery.plan.estimate.step import StepShape
-from bloomery.plan.estimate.stream_time import LayerSeconds, stream_tasks
+from bloomery.plan.estimate.stream_time import LayerSeconds, queue_passes
 from bloomery.plan.estimate.streaming import streamed_by_layer
 from bloomery.recipe.schema import Model
 
@@ -36,6 +36,44 @@ CACHED = 1024
 TOKENS = 64  # of one product, of which a layer has as many as its time takes
 FORWARDS = {"copies hide": 1.5, "copies take longer": 0.6}  # of the seconds of a copy
 QUEUES = ("to device", "device")
+
+
+@dataclass(frozen=True)
+class Task:
+    """Work of a queue. `after`: the numbers of earlier tasks that must have ended before it begins."""
+
+    queue: str
+    seconds: float
+    after: tuple[int, ...]
+
+
+class End(float):
+    """The second in which a task ends, with the number of the task."""
+
+    number: int
+
+
+class NotedQueues(Queues):
+    """Keeps the tasks that are queued."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tasks: list[Task] = []
+
+    def run(self, queue: str, seconds: float, *after: float) -> float:
+        end = End(super().run(queue, seconds, *after))
+        end.number = len(self.tasks)
+        numbers = tuple(earlier.number for earlier in after if isinstance(earlier, End))
+        self.tasks.append(Task(queue, seconds, numbers))
+        return end
+
+
+def planned_seconds(tasks: Sequence[Task]) -> float:
+    queues = Queues()
+    ends = list[float]()
+    for task in tasks:
+        ends.append(queues.run(task.queue, task.seconds, *(ends[number] for number in task.after)))
+    return queues.end
 
 
 @dataclass
@@ -137,8 +175,9 @@ def planned_tasks(num_layers: int, forward: float, backward: float, copy: float)
         spread=1.0,
     )
     times = LayerSeconds(forward=[forward] * num_layers, backward=[backward] * num_layers, head=0.0)
-    tasks, _ = stream_tasks(step, times, 3, link)
-    return tasks
+    queues = NotedQueues()
+    queue_passes(queues, step, times, 3, link)
+    return queues.tasks
 
 
 def main() -> None:
@@ -167,8 +206,8 @@ def main() -> None:
         for _ in range(arguments.rounds):
             measured, seconds = run(tasks, work)
             as_run = [replace(task, seconds=s) for task, s in zip(tasks, seconds, strict=True)]
-            in_order.append(max(finish_times(as_run)) / measured - 1)
-            alone.append(max(finish_times(tasks)) / measured - 1)
+            in_order.append(planned_seconds(as_run) / measured - 1)
+            alone.append(planned_seconds(tasks) / measured - 1)
             serial.append(sum(seconds) / measured - 1)
         row = {
             "case": name,

@@ -14,7 +14,7 @@ from bloomery.core.units import GIB, two_digits
 from bloomery.hardware.machine import Host, Machine, Software
 from bloomery.hardware.profile import with_gpu
 from bloomery.hardware.specs import find_gpu
-from bloomery.plan.estimate.queues import Task, finish_times
+from bloomery.plan.estimate.queues import Queues
 from bloomery.plan.gather import facts_of
 from bloomery.plan.resolve import resolve
 from bloomery.plan.types import DatasetFacts, RunPlan
@@ -74,37 +74,48 @@ COLUMNS = (
 )
 
 
-def tasks_of(copy: float) -> list[tuple[str, int, Task]]:
-    """A pass: what each task is, its layer, and the task. Two buffers: a copy begins when the layer that it replaces is
-    over.
-    """
-    tasks = list[tuple[str, int, Task]]()
+@dataclass(frozen=True)
+class Task:
+    """What a queue does with a layer, and when it ends."""
+
+    kind: str
+    layer: int
+    queue: str
+    seconds: float
+    end: float
+
+
+def tasks_of(copy: float) -> list[Task]:
+    """Those of a pass. Two buffers: a copy begins when the layer that it replaces is over."""
+    queues = Queues()
+    tasks = list[Task]()
     uses = [("f", layer) for layer in range(LAYERS)]
     uses += [("b", layer) for layer in reversed(range(LAYERS))]
-    arrived = dict[int, int]()
-    computed: tuple[int, ...] = ()
+    arrived = dict[int, float]()
+    computed = 0.0
     held: list[int] = []
 
-    def add(kind: str, layer: int, task: Task) -> int:
-        tasks.append((kind, layer, task))
-        return len(tasks) - 1
+    def run(kind: str, layer: int, queue: str, seconds: float, *after: float) -> float:
+        end = queues.run(queue, seconds, *after)
+        tasks.append(Task(kind, layer, queue, seconds, end))
+        return end
 
     for place, (kind, layer) in enumerate(uses):
         upcoming = uses[place + 1][1] if place + 1 < len(uses) else layer
         for wanted in dict.fromkeys((layer, upcoming)):
             if wanted not in held:
-                arrived[wanted] = add("c", wanted, Task("copy", copy, computed))
+                arrived[wanted] = run("c", wanted, "copy", copy, computed)
                 held = [*held, wanted][-2:] if layer in (*held, wanted) else [wanted]
         seconds = FORWARD if kind == "f" else BACKWARD
-        computed = (add(kind, layer, Task("GPU", seconds, (*computed, arrived[layer]))),)
+        computed = run(kind, layer, "GPU", seconds, computed, arrived[layer])
         held = [*(each for each in held if each != layer), layer][-2:]
     return tasks
 
 
 def figure() -> str:
     drawings = {title: tasks_of(copy) for title, copy in COPIES.items()}
-    ends = {title: finish_times([task for *_, task in tasks]) for title, tasks in drawings.items()}
-    width = LEFT + UNIT * max(max(times) for times in ends.values()) + 12
+    last_end = max(task.end for tasks in drawings.values() for task in tasks)
+    width = LEFT + UNIT * last_end + 12
     height = len(drawings) * (2 * ROW + 46) + 8
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="img"'
@@ -117,14 +128,14 @@ def figure() -> str:
         for row, (queue, label) in enumerate((("GPU", "computes"), ("copy", "copies"))):
             y = top + 10 + row * ROW
             parts.append(f'<text x="6" y="{y + 15}">{label}</text>')
-            for (kind, layer, task), end in zip(tasks, ends[title], strict=True):
+            for task in tasks:
                 if task.queue != queue:
                     continue
-                x = LEFT + UNIT * (end - task.seconds)
+                x = LEFT + UNIT * (task.end - task.seconds)
                 size = UNIT * task.seconds - 1
                 parts.append(
-                    f'<rect class="{kind}" x="{x:g}" y="{y}" width="{size:g}" height="{ROW - 4}" rx="2"/>'
-                    f'<text class="n" x="{x + size / 2:g}" y="{y + 14}">{layer + 1}</text>'
+                    f'<rect class="{task.kind}" x="{x:g}" y="{y}" width="{size:g}" height="{ROW - 4}" rx="2"/>'
+                    f'<text class="n" x="{x + size / 2:g}" y="{y + 14}">{task.layer + 1}</text>'
                 )
         top += 2 * ROW + 46
     return "\n".join([*parts, "</svg>", ""])
