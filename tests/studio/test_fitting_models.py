@@ -1,5 +1,9 @@
 """What fits a card: the models that plans say fit, to look at and to begin with."""
 
+import asyncio
+import threading
+from dataclasses import replace
+
 import pytest
 from studio_for_tests import RecordedCommands, until, with_user
 from test_new_run_page import field, mistake_at
@@ -73,5 +77,38 @@ def test_a_model_of_the_table_begins_a_run(monkeypatch: pytest.MonkeyPatch) -> N
         await user.should_see("GeForce RTX 4070. Time", retries=200)
         user.find("Use").click()
         await until(lambda: field(user, "Model").value == "google/gemma-3-270m-it")
+
+    with_user(visit, RecordedCommands())
+
+
+def test_nothing_is_planned_for_a_dialog_that_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nicegui import ui
+
+    from bloomery.studio import fitting_models
+
+    names = ["google/gemma-3-270m-it"] * 50
+    planned = list[str]()
+    may_plan = threading.Semaphore(2)
+
+    def plan(name, machine):
+        may_plan.acquire()
+        planned.append(name)
+        return replace(model_fit(name, machine), plan=None)  # too large
+
+    monkeypatch.setattr(fitting_models, "known_models", lambda: names)
+    monkeypatch.setattr(fitting_models, "model_fit", plan)
+
+    async def visit(user) -> None:
+        await user.open("/new")
+        user.find("What fits this machine?").click()
+        await user.should_see("Planning, 2 of 50", retries=100)
+        card = field(user, "card")
+        card.set_options([*card.options, "4070"])
+        card.value = "4070"
+        await asyncio.sleep(0.1)
+        user.find(ui.dialog).trigger("hide")
+        may_plan.release(len(names))
+        await asyncio.sleep(0.5)
+        assert len(planned) <= 4  # those that had begun, one for each card
 
     with_user(visit, RecordedCommands())

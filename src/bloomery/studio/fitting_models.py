@@ -110,19 +110,19 @@ class FittingModels:
         try:
             machine = await asyncio.to_thread(machine_with, card)
         except UserError as error:
-            if version == self._version:
+            if not self._is_over(version):
                 show_mistake(self._card, f"{error.problem}: {error.fix}")
                 self._state.text = ""
             return
         recipes = await asyncio.to_thread(recipes_by_model)
-        if version != self._version:
+        if self._is_over(version):
             return
         body = self._heads()
         too_large = list[str]()
         names = known_models()
         for number, name in enumerate(names, 1):
             fit = await asyncio.to_thread(model_fit, name, machine)
-            if version != self._version:
+            if self._is_over(version):
                 return
             if fit.plan is None:
                 too_large.append(fit.name)
@@ -136,6 +136,10 @@ class FittingModels:
         if too_large:
             summary += f" Too large: {', '.join(too_large)}."
         self._state.text = harmless(summary)
+
+    def _is_over(self, version: int) -> bool:
+        """Whether nobody waits for the plans of a card: another one was chosen, or the dialog has gone."""
+        return version != self._version or self._table.is_deleted
 
     def _heads(self) -> ui.element:
         with self._table, ui.element("table"):
