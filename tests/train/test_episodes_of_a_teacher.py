@@ -97,6 +97,7 @@ class Reader:
         return self.episodes.read(text.ids, episode.given, episode.messages, room=room)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", OTHER_FORMS)
 def test_the_same_tokens_under_other_ids_are_read_as_they_were_played(monkeypatch, tmp_path, name):
     """In each form of calls: the teacher's context is the model's, and each sampled token is a span."""
@@ -313,7 +314,7 @@ def test_a_stopped_and_resumed_run_equals_the_uninterrupted_one(recipe, tmp_path
     assert 0 < held_out["agreement" if teacher != "renumbered" else "aligned"] <= 1
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", ["another tokenizer", "told more"])
 def test_two_ranks_train_as_one(recipe, tmp_path, case):
     teacher, edits = CASES[case]

@@ -159,6 +159,7 @@ PEFT_METHODS = {
 WITHOUT_PARTS = {"copies": {"replicate": 2}, "shared sequences": SHARED["two copies"]}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mesh", WITHOUT_PARTS)
 @pytest.mark.parametrize("method", PEFT_METHODS)
 def test_methods_of_peft_train_with_rewards_as_one_rank(recipe, tmp_path, method, mesh):
@@ -224,6 +225,7 @@ MOVES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", ["grpo", "ppo", "averaged, dynamic sampling"])
 @pytest.mark.parametrize("move", MOVES)
 def test_a_run_goes_on_over_other_ranks(recipe, alone, tmp_path, case, move):

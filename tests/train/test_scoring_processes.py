@@ -81,7 +81,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", CASES)
 def test_losses_are_those_of_a_teacher_of_the_rank(recipe, tmp_path, case):
     resident = train(plan_with(recipe, *CASES[case]), tmp_path / "resident")
@@ -132,7 +132,7 @@ def test_texts_of_a_dataset_are_distilled_to_the_same_bits(recipe, tmp_path):
     assert written[0] == written[1]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("axis", "devices"), [("replicate", 1), ("replicate", 3), ("shard", 2)])
 def test_two_ranks_have_the_losses_of_those_with_a_teacher_each(recipe, tmp_path, axis, devices):
     def plan(*edits: str) -> RunPlan:
