@@ -200,7 +200,7 @@ def sort_by_keyboard(table: ui.table, tools: ui.element, *, always: bool = False
     `always`: a wide one, too, where not every column has a heading.
     """
     table.add_slot("header-cell", _SORT_HEADING)
-    headings = {"": "newest first"}  # as the rows come
+    headings = {"": "newest"}  # first, as the rows come
     headings |= {column["name"]: column["label"] for column in table.columns}
 
     def sort(event: ValueChangeEventArguments[str]) -> None:
