@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import uvicorn
 
-from bloomery.data.tokenizer.tokenizer import load_tokenizer
+from bloomery.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from bloomery.infer.grammar import JsonGrammars
 from bloomery.infer.model_folder import find_model
 from bloomery.infer.picture_prompts import load_eyes
 from bloomery.model.adapters.many import Adapters
@@ -84,3 +86,15 @@ def running(
         yield Running(f"http://127.0.0.1:{port}", engine, models)
         endpoints.close()
         engine.close()
+
+
+def grammar_takes(
+    grammars: JsonGrammars, grammar: str, text: str, tokenizer: Tokenizer, end: int
+) -> bool:
+    """Whether the text, and the token that ends an answer behind it, may be sampled under a grammar."""
+    follow = grammars.follow(grammar)
+    for token in (*tokenizer.encode(text, special=True), end):
+        if follow.masked(torch.zeros(tokenizer.vocab_size))[token] != 0:
+            return False
+        follow.take(token)
+    return True

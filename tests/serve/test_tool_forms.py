@@ -7,8 +7,7 @@ from pathlib import Path
 
 import openai
 import pytest
-import torch
-from server_for_tests import running
+from server_for_tests import grammar_takes, running
 from test_serve import client_of, post
 from test_tools import LONG, TYPED, WEATHER, calls_of, check_weather
 
@@ -330,12 +329,7 @@ def test_a_grammar_of_bare_names_keeps_to_the_types_of_values(tmp_path: Path, na
     )
 
     def is_taken(text: str) -> bool:
-        follow = grammars.follow(grammar)
-        for token in (*tokenizer.encode(text, special=True), end):
-            if follow.masked(torch.zeros(tokenizer.vocab_size))[token] != 0:
-                return False
-            follow.take(token)
-        return True
+        return grammar_takes(grammars, grammar, text, tokenizer, end)
 
     good = (
         {"text": 'a < "b"\n{}', "n": 3, "on": True, "many": ["x", {"y": 1}], "either": "12 or"},
@@ -473,12 +467,7 @@ def test_a_grammar_names_the_type_of_each_value(tmp_path: Path, name: str) -> No
     )
 
     def is_taken(text: str) -> bool:
-        follow = grammars.follow(grammar)
-        for token in (*tokenizer.encode(text, special=True), end):
-            if follow.masked(torch.zeros(tokenizer.vocab_size))[token] != 0:
-                return False
-            follow.take(token)
-        return True
+        return grammar_takes(grammars, grammar, text, tokenizer, end)
 
     good = ({"text": 'a < "b"\n{}', "n": 3, "on": True, "many": ["x"], "unit": "C"}, {"unit": 1}, {})
     bad = ({"n": "three"}, {"on": "yes"}, {"many": {}}, {"other": 1}, {"unit": "K"})

@@ -9,7 +9,7 @@ from pathlib import Path
 import openai
 import pytest
 import torch
-from server_for_tests import LIMITS, Running, running
+from server_for_tests import LIMITS, Running, grammar_takes, running
 from test_serve import client_of, post
 
 from bloomery.core.errors import UserError
@@ -561,12 +561,7 @@ class TestTools:
         )
 
         def is_taken(text: str) -> bool:
-            follow = grammars.follow(grammar)
-            for token in (*tokenizer.encode(text), end):
-                if follow.masked(torch.zeros(tokenizer.vocab_size))[token] != 0:
-                    return False
-                follow.take(token)
-            return True
+            return grammar_takes(grammars, grammar, text, tokenizer, end)
 
         good = {"text": 'a < "b"\n</par>\n', "n": 3, "on": True, "many": ["x"], "either": "12 or"}
         bad = ({"n": "three"}, {"on": "yes"}, {"many": {}}, {"other": 1}, {"on": True, "n": 1})

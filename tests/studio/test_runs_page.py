@@ -85,6 +85,29 @@ def test_the_runs_of_a_sweep_are_a_group_with_what_decides() -> None:
     with_user(visit)
 
 
+def test_the_order_by_a_heading_is_that_of_the_field() -> None:
+    make_run("one")
+    make_run("two")
+
+    async def visit(user) -> None:
+        from nicegui import ui
+
+        await opened_list(user)
+        (table,) = user.find(ui.table).elements
+        (field,) = [one for one in user.find(ui.select).elements if one.props["label"] == "Sort by"]
+        assert field.value == ""
+        clicked = {"sortBy": "name", "descending": True, "page": 1, "rowsPerPage": 0}
+        user.find(ui.table).trigger("update:pagination", clicked)
+        await until(lambda: field.value == "name")
+        assert table.pagination["descending"]
+        field.value = "step"
+        await until(lambda: table.pagination == {"rowsPerPage": 0, "sortBy": "step"})
+        field.value = ""
+        await until(lambda: table.pagination["sortBy"] is None)
+
+    with_user(visit)
+
+
 def test_a_folder_that_is_no_sweep_leads_to_no_run() -> None:
     make_run("plain/inner")
 

@@ -185,11 +185,11 @@ def command(
             _print_answers(answers, as_json=as_json, jsonl=jsonl, prompt_end="\n")
         else:
             prompt_end = "\n" if is_chat else ""
-            asked = texts if eyes is None else _with_images(texts, images, eyes)
+            inputs = texts if eyes is None else _with_images(texts, images, eyes)
             if len(texts) == 1 and not (as_json or jsonl):
-                _print_pieces(texts[0] + prompt_end, generator.pieces(asked[0]))
+                _print_pieces(texts[0] + prompt_end, generator.pieces(inputs[0]))
             else:
-                completions = zip(texts, generator.complete(asked), strict=True)
+                completions = zip(texts, generator.complete(inputs), strict=True)
                 answers = ({"prompt": text, "text": answer} for text, answer in completions)
                 _print_answers(answers, as_json=as_json, jsonl=jsonl, prompt_end=prompt_end)
     echo(f"speed      {speed}", err=True)

@@ -29,8 +29,8 @@ def printed_answers(
         completions = writer.complete([prompt.example for prompt in batch])
         for prompt, completion in zip(batch, completions, strict=True):
             answer = {} if prompt.answer is None else {"answer": prompt.answer}
-            place = {"row": prompt.example.source, "prompt": prompt.text}
-            yield {**place, **answer, "text": completion}
+            source = {"row": prompt.example.source, "prompt": prompt.text}
+            yield {**source, **answer, "text": completion}
 
 
 def add_answers(file: AnswerFile, writer: Writer, prompts: Iterator[DatasetPrompt]) -> None:

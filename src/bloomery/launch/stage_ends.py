@@ -227,9 +227,9 @@ def training_place(stack: str) -> StackPlace:
     frames = re.findall(r'File "(.*?)", line (\d+) in (\S+)', main)
     if not frames:
         return StackPlace("an unknown place", False)
-    asked = next((frame for frame in frames if "/train/scorers/" in frame[0]), None)
-    if asked is not None:
-        file, line, _ = asked
+    request_frame = next((frame for frame in frames if "/train/scorers/" in frame[0]), None)
+    if request_frame is not None:
+        file, line, _ = request_frame
         return StackPlace(f"a request to a scoring process ({Path(file).name}:{line})", False)
     waits = any("torch/distributed/" in file for file, _, _ in frames)
     bloomery_frame = next((frame for frame in frames if "/bloomery/" in frame[0]), frames[0])

@@ -185,8 +185,8 @@ class Blocks:
             yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
         for id_, _, result in called:
             yield from self._close()
-            told: Json = {"type": "mcp_tool_result", "tool_use_id": id_, "is_error": result.failed}
-            yield from self._add({**told, "content": [{"type": "text", "text": result.text}]})
+            block: Json = {"type": "mcp_tool_result", "tool_use_id": id_, "is_error": result.failed}
+            yield from self._add({**block, "content": [{"type": "text", "text": result.text}]})
         yield from self._close()
 
     def end(self) -> Iterator[Json]:

@@ -108,8 +108,8 @@ async def _not_found(request: Request, error: Exception) -> Response:
         return await http_exception_handler(request, error)
     with Client(ui.page(""), request=request) as client, page("No such page", ""):
         problem = f"no page {harmless(request.url.path)[:80]}"
-        words = "It may have been typed wrongly: the pages are in the list at the side."
-        nothing_here("No such page", problem, words, ("All runs", "/"))
+        remark = "It may have been typed wrongly: the pages are in the list at the side."
+        nothing_here("No such page", problem, remark, ("All runs", "/"))
     return client.build_response(request, 404)
 
 

@@ -43,8 +43,8 @@ async def ask_to_delete(watching: Watching, commands: Commands, names: Sequence[
             ui.space()
             button("Keep", lambda: dialog.submit(False), kind="quiet").props("autofocus")
             if items:
-                words = "Delete it" if len(items) == 1 else "Delete them"
-                agree = button(words, lambda: dialog.submit(True), kind="go")
+                label = "Delete it" if len(items) == 1 else "Delete them"
+                agree = button(label, lambda: dialog.submit(True), kind="go")
                 agree.props("color=negative")
     agreed = bool(await dialog)
     if not agreed:

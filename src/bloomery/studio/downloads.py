@@ -71,15 +71,15 @@ def _checked(asked: str) -> tuple[Path, list[Path]]:
 
 def files_of(folder: Path) -> list[Path]:
     """The files of an export, in order; none whose name begins with a dot. Raises UserError where a link leads out."""
-    found = list[Path]()
+    files = list[Path]()
     for root, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
             path = Path(root, name)
             if not name.startswith("."):
                 _refuse_link(path, folder)
-                found += [path] if path.is_file() else []  # no pipe
-    return found
+                files += [path] if path.is_file() else []  # no pipe
+    return files
 
 
 def _refuse_link(path: Path, folder: Path) -> None:

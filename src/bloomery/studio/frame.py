@@ -203,14 +203,19 @@ def sort_by_keyboard(table: ui.table, tools: ui.element, *, always: bool = False
     headings = {"": "newest"}  # first, as the rows come
     headings |= {column["name"]: column["label"] for column in table.columns}
 
+    def sorted_by() -> str:
+        return table.pagination.get("sortBy") or ""
+
     def sort(event: ValueChangeEventArguments[str]) -> None:
-        table.pagination = {"rowsPerPage": 0, "sortBy": event.value or None}
+        if event.value != sorted_by():  # else a heading has done it, with an order of its own
+            table.pagination = {"rowsPerPage": 0, "sortBy": event.value or None}
 
     with tools:
         field = ui.select(headings, value="", label="Sort by", on_change=sort).props(
             "dense outlined"
         )
         field.classes("w-40" if always else "w-40 md:hidden")
+    table.on_pagination_change(lambda: field.set_value(sorted_by()))
 
 
 def copy_button(command: str) -> ui.button:

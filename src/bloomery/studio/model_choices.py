@@ -174,13 +174,13 @@ def told_apart(choices: Sequence[Choice]) -> list[Choice]:
     by_value = dict[str, Choice]()
     for choice in choices:
         by_value.setdefault(choice.value, choice)
-    each = list(by_value.values())
-    times = Counter(choice.title for choice in each)
+    distinct = list(by_value.values())
+    times = Counter(choice.title for choice in distinct)
     return [
         replace(choice, title=f"{choice.title} · {choice.value}")
         if times[choice.title] > 1
         else choice
-        for choice in each
+        for choice in distinct
     ]
 
 

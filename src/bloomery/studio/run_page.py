@@ -50,8 +50,8 @@ async def run_page(watching: Watching, commands: Commands, name: str) -> None:
             starting_page(commands, name, partial(_is_there, watching, name))
             return
         with page("No such run", ""):
-            words = "It may have been deleted or renamed. The list has the runs of this folder."
-            nothing_here("No such run", harmless(error.problem), words, ("All runs", "/"))
+            remark = "It may have been deleted or renamed. The list has the runs of this folder."
+            nothing_here("No such run", harmless(error.problem), remark, ("All runs", "/"))
         return
     # It may be read already, since somebody pointed at it.
     reading = asyncio.create_task(asyncio.to_thread(opened.update, FIRST_SECONDS))

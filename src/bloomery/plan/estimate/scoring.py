@@ -28,8 +28,8 @@ def scoring_memory(
     parts = dict[str, float]()
     configs = list(reward_models)
     if step.teacher is not None:
-        whole = replace(step, teacher_place="device")
-        parts["teacher"] = teacher_weight_bytes(step.teacher, whole)
+        on_device = replace(step, teacher_place="device")
+        parts["teacher"] = teacher_weight_bytes(step.teacher, on_device)
         configs.append(step.teacher)
     if reward_models:
         num_parameters = sum(map(parameter_count, reward_models))
